@@ -114,8 +114,14 @@ class Reference:
         tensors = live_tensors(trainer)
         if tensors.keys() != self.tensors.keys():
             raise ValueError(f"only on one side: {sorted(tensors.keys() ^ self.tensors.keys())}")
-        if (group_settings(trainer), trainer.step) != (self.groups, self.step):
-            raise ValueError(f"step or parameter groups differ: {group_settings(trainer)}")
+        if trainer.step != self.step:
+            raise ValueError(f"`step` is {trainer.step}, saved {self.step}")
+        for live, saved in zip(group_settings(trainer), self.groups, strict=True):
+            for key in live.keys() | saved.keys():
+                if live.get(key) != saved.get(key):
+                    raise ValueError(
+                        f"group setting `{key}` is {live.get(key)!r}, saved {saved.get(key)!r}"
+                    )
         tallies = {"model": Tally(), "optimizer": Tally()}
         for name, tensor in tensors.items():
             full = self.tensors[name]

@@ -58,8 +58,8 @@ CONFIG = TrainConfig(global_batch=12)
 LOSS_TOLERANCE = 1e-4
 """Other layouts add floating-point numbers in another order: a difference of about 1e-6 here. An
 optimizer that has lost its state is off by more than 1e-2."""
-JOB_TIMEOUT = 120.0
-"""Seconds."""
+JOB_TIMEOUT = 90.0
+"""Seconds that a job may take."""
 TURNS = 2
 """Timed loads with each of the two loaders, for every layout."""
 
@@ -114,7 +114,11 @@ def resume_and_compare(folder: Path, mesh: str) -> Resumed:
 
     stock, ours = Loader(), Loader()
     for _ in range(TURNS):
-        take_turn(stock, trainer, reference, lambda state: dcp.load(state, checkpoint_id=path))
+        try:
+            take_turn(stock, trainer, reference, lambda state: dcp.load(state, checkpoint_id=path))
+        # `CheckpointException`, which torch raises for a failure on any rank, is no `Exception`.
+        except (Exception, dcp.CheckpointException) as error:
+            stock.failure = f"{type(error).__name__}: {error}"
         take_turn(ours, trainer, reference, lambda state: dcp_reshard.load(state, path))
 
     fill_with_garbage(trainer)
@@ -139,15 +143,10 @@ def take_turn(
     state = trainer.state()
     dist.barrier()
     bytes_before, start = bytes_read_by_process(), time.perf_counter()
-    try:
-        load(state)
-        seconds, bytes_after = time.perf_counter() - start, bytes_read_by_process()
-        trainer.restore(state)
-        parameters, optimizer = reference.compare(trainer, dist.get_world_size())
-    # `CheckpointException`, which torch raises for a failure on any rank, is no `Exception`.
-    except (Exception, dcp.CheckpointException) as error:
-        loader.failure = f"{type(error).__name__}: {error}"
-        return
+    load(state)
+    seconds, bytes_after = time.perf_counter() - start, bytes_read_by_process()
+    trainer.restore(state)
+    parameters, optimizer = reference.compare(trainer, dist.get_world_size())
     loader.parameters += parameters
     loader.optimizer += optimizer
     loader.seconds = min(loader.seconds, seconds)
@@ -179,29 +178,38 @@ def run_job(work: Callable[..., Any], world_size: int, *arguments: Any) -> list[
         ]
         for process in processes:
             process.start()
-        await_ranks(processes)
-    results = []
-    for rank, (receiver, _) in enumerate(pipes):
-        result = receiver.recv() if receiver.poll() else "it did not end in time"
-        if processes[rank].exitcode != 0:
-            raise JobError(f"rank {rank} of {world_size} failed: {result}")
-        results.append(result)
-    return results
+        culprit = await_ranks(processes)
+    if culprit is not None:
+        receiver = pipes[culprit][0]
+        detail = f"exit code {processes[culprit].exitcode}" + (
+            f"\n{receiver.recv()}" if receiver.poll() else ", no message"
+        )
+        raise JobError(f"rank {culprit} of {world_size} failed: {detail}")
+    return [receiver.recv() for receiver, _ in pipes]
 
 
-def await_ranks(processes: Sequence[BaseProcess]) -> None:
-    """Waits until all have ended. When one has failed, the others get a little time to notice."""
+def await_ranks(processes: Sequence[BaseProcess]) -> int | None:
+    """Waits until all have ended; returns the first that failed, or that did not end in time.
+
+    When one has failed, the others get a little time to notice.
+    """
+    culprit: int | None = None
     deadline = time.monotonic() + JOB_TIMEOUT
     running = list(processes)
     while running and time.monotonic() < deadline:
         wait([process.sentinel for process in running], timeout=deadline - time.monotonic())
         running = [process for process in running if process.is_alive()]
-        if any(process.exitcode for process in processes):
+        failed = [rank for rank, process in enumerate(processes) if process.exitcode]
+        if failed and culprit is None:
+            culprit = failed[0]
             deadline = min(deadline, time.monotonic() + 5)
+    if running and culprit is None:
+        culprit = processes.index(running[0])
     for process in running:
         process.kill()
     for process in processes:
         process.join()
+    return culprit
 
 
 def run_rank(
@@ -255,14 +263,11 @@ def tally_text(tally: Tally) -> str:
 def find_faults(ranks: list[Resumed], expected: list[float]) -> list[str]:
     """Returns what is wrong with a resumed job, in words."""
     faults = []
-    for rank, result in enumerate(ranks):
-        if result.ours.failure:
-            faults.append(f"rank {rank}: {result.ours.failure}")
     for what, tallies in {
         "parameters, resumed": [result.parameters for result in ranks],
         "optimizer, resumed": [result.optimizer for result in ranks],
-        "parameters, loaded": [result.ours.parameters for result in ranks],
-        "optimizer, loaded": [result.ours.optimizer for result in ranks],
+        "parameters, timed loads": [result.ours.parameters for result in ranks],
+        "optimizer, timed loads": [result.ours.optimizer for result in ranks],
     }.items():
         if not is_complete(total(tallies)):
             faults.append(f"{what}: differ {tally_text(total(tallies))}")
@@ -312,7 +317,11 @@ def print_results(results: dict[str, list[Resumed]], expected: list[float], step
         "\nIs it the same? Elements that differ from the saved ones, as bits, of those compared:\n"
     )
     rows = [["uninterrupted", "", "", *(f"{loss:.6f}" for loss in expected)]]
-    for label, ranks in results.items():
+    for label, _, _ in LAYOUTS:
+        if label not in results:
+            rows.append([label, "FAILED", "FAILED", "-", "-"])
+            continue
+        ranks = results[label]
         parameters = total([result.parameters for result in ranks])
         optimizer = total([result.optimizer for result in ranks])
         losses = [f"{loss:.6f}" for loss in ranks[0].losses]
@@ -369,7 +378,11 @@ def main() -> int:
         print(
             f"training: FSDP2 on {SAVING_RANKS} processes, {steps} steps, save, 2 more", flush=True
         )
-        losses = run_job(train_and_save, SAVING_RANKS, folder, steps)[0]
+        try:
+            losses = run_job(train_and_save, SAVING_RANKS, folder, steps)[0]
+        except JobError as error:
+            print(f"{error}\nFAILED before anything could be resumed")
+            return 1
         expected = losses[steps:]
         size = sum(path.stat().st_size for path in (folder / "checkpoint").iterdir())
         print(f"  loss {losses[0]:.3f} -> {losses[steps - 1]:.3f}; checkpoint {megabytes(size)} MB")
@@ -377,12 +390,11 @@ def main() -> int:
             start = time.monotonic()
             try:
                 results[label] = run_job(resume_and_compare, world_size, folder, mesh)
-                found = find_faults(results[label], expected)
+                faults[label] = find_faults(results[label], expected)
+                verdict = "DIFFERS" if faults[label] else "same"
             except JobError as error:
-                found = [str(error)]
-            if found:
-                faults[label] = found
-            verdict = "DIFFERS" if found else "same"
+                faults[label] = [str(error)]
+                verdict = "FAILED"
             print(f"resuming: {label:18}  {verdict}  {time.monotonic() - start:.1f} s", flush=True)
 
     print_results(results, expected, steps)
@@ -395,8 +407,9 @@ def main() -> int:
         for ranks in results.values()
         for result in ranks
     )
-    if faults:
-        print(f"FAILED on {len(faults)} of {len(LAYOUTS)} layouts, after {seconds:.0f} s")
+    failed = sum(bool(found) for found in faults.values())
+    if failed:
+        print(f"FAILED on {failed} of {len(LAYOUTS)} layouts, after {seconds:.0f} s")
         return 1
     print(
         f"PASSED: {len(LAYOUTS)} layouts, {compared:,} elements compared, 0 differ; losses within "
