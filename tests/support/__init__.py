@@ -1,0 +1,1 @@
+"""What tests share. Import from the modules: ``from tests.support.worlds import fake_world``."""
