@@ -7,25 +7,18 @@ gloo's sockets stay on the loopback interface, at ports that the system picks.
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import multiprocessing
-import os
 import pickle
-import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from tests.support.rank_process import RankError, run_rank
 
 __all__ = ["RankError", "gloo_world"]
 
@@ -54,10 +47,6 @@ _PRELOAD = [
 _GRACE_SECONDS = 10.0
 
 
-class RankError(Exception):
-    """A rank died without a word, or raised something that cannot be sent."""
-
-
 def gloo_world(
     size: int, fn: Callable[..., Any], *args: object, timeout: float = 60.0
 ) -> list[Any]:
@@ -84,7 +73,7 @@ def gloo_world(
             for rank in range(size):
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_run_rank,
+                    target=run_rank,
                     args=(sender, rank, size, folder, timeout, job),
                     daemon=True,
                 )
@@ -144,47 +133,3 @@ def _with_output(error: BaseException, rank: int, folder: Path) -> BaseException
     if output:
         error.add_note(f"rank {rank} printed:\n{output[-4000:]}")
     return error
-
-
-def _run_rank(
-    sender: Connection, rank: int, size: int, folder: str, timeout: float, job: bytes
-) -> None:
-    with Path(folder, f"{rank}.log").open("wb", buffering=0) as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    # Shortly before the caller's limit, so that what it reports of this rank says where it stands.
-    faulthandler.dump_traceback_later(0.9 * timeout)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    try:
-        filters, fn, args = pickle.loads(job)
-        warnings.filters[:] = filters
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(str(Path(folder, "store")), size),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout),
-        )
-        outcome = pickle.dumps((None, "", fn(rank, *args)))
-    except BaseException as error:
-        sender.send_bytes(_pickle_error(error))
-        sys.stdout.flush()
-        # Without a farewell: peers must see the connection break, as if the process had crashed.
-        os._exit(1)
-    sender.send_bytes(outcome)
-    # A rank that leaves early breaks the collectives of those that are behind. If one of these
-    # has failed, it says so itself.
-    with contextlib.suppress(RuntimeError):
-        dist.barrier()
-    dist.destroy_process_group()
-
-
-def _pickle_error(error: BaseException) -> bytes:
-    detail = "".join(traceback.format_exception(error))
-    try:
-        outcome = pickle.dumps((error, detail, None))
-        pickle.loads(outcome)
-    except Exception:
-        return pickle.dumps((RankError(f"{type(error).__name__}: {error}"), detail, None))
-    return outcome
