@@ -13,8 +13,8 @@ never computes: to start an interpreter and import torch in each rank would cost
 What the last table counts: "wanted" and "read" are the load report's, summed over ranks. "process
 read" is what the kernel counted for the ranks during the load, in the same way for both loaders:
 `rchar` of `/proc/self/io`, the bytes returned by reads, from the page cache or not. Seconds are
-those of the slowest rank. Of two turns the smaller number counts, since the first one also imports
-modules.
+those of the slowest rank. Of three turns the smallest number counts: the first one also imports
+modules, and others may be using the machine.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ LOSS_TOLERANCE = 1e-4
 optimizer that has lost its state is off by more than 1e-2."""
 JOB_TIMEOUT = 90.0
 """Seconds that a job may take."""
-TURNS = 2
+TURNS = 3
 """Timed loads with each of the two loaders, for every layout."""
 
 
@@ -331,7 +331,10 @@ def print_results(results: dict[str, list[Resumed]], expected: list[float], step
         rows,
     )
 
-    print("What did it cost? MB of all ranks together, seconds of the slowest:\n")
+    print(
+        "What did it cost? MB of all ranks together, seconds of the slowest. `wanted` and `read`\n"
+        "are the load report's; `process read` is what the kernel counted, the same for both:\n"
+    )
     rows = []
     for label, ranks in results.items():
         ours, stock = [result.ours for result in ranks], [result.stock for result in ranks]
