@@ -1,0 +1,64 @@
+"""Restore distributed checkpoints into jobs of another shape.
+
+`ReshardLoadPlanner` and `ReshardStorageReader` plug into `torch.distributed.checkpoint.load`;
+`load` uses both and returns a report. A checkpoint that stock `dcp.save` wrote under one mesh is
+read into another, each rank reading the byte ranges that it needs.
+"""
+
+from __future__ import annotations
+
+from dcp_reshard.api import load
+from dcp_reshard.catalog import Catalog, CatalogSource
+from dcp_reshard.errors import (
+    CheckpointFormatError,
+    ChunkCoverageError,
+    CorruptRecordError,
+    DtypeMismatchError,
+    InconsistentRanksError,
+    LayoutError,
+    MissingExtraError,
+    MissingTensorError,
+    OptimizerStateError,
+    PlanError,
+    ReshardError,
+    ShapeMismatchError,
+    StorageError,
+    UnsafeCheckpointError,
+)
+from dcp_reshard.optimizer import load_sharded_optimizer_state_dict
+from dcp_reshard.options import ReaderOptions
+from dcp_reshard.plan import PlanOptions, ReadPlan, Want, plan_reads
+from dcp_reshard.planner import ReshardLoadPlanner
+from dcp_reshard.reader import ReshardStorageReader
+from dcp_reshard.report import LoadReport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Catalog",
+    "CatalogSource",
+    "CheckpointFormatError",
+    "ChunkCoverageError",
+    "CorruptRecordError",
+    "DtypeMismatchError",
+    "InconsistentRanksError",
+    "LayoutError",
+    "LoadReport",
+    "MissingExtraError",
+    "MissingTensorError",
+    "OptimizerStateError",
+    "PlanError",
+    "PlanOptions",
+    "ReadPlan",
+    "ReaderOptions",
+    "ReshardError",
+    "ReshardLoadPlanner",
+    "ReshardStorageReader",
+    "ShapeMismatchError",
+    "StorageError",
+    "UnsafeCheckpointError",
+    "Want",
+    "load",
+    "load_sharded_optimizer_state_dict",
+    "plan_reads",
+]

@@ -1,0 +1,214 @@
+"""Adapters to torch's private or shifting names; the only module that may use them.
+
+Each adapter says which private name it stands for. All are tested against torch 2.13.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import Shard as TorchShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import (
+    ShardedTensorMetadata,
+)
+from torch.distributed._shard.sharded_tensor.metadata import (
+    TensorProperties as ShardedTensorProperties,
+)
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict as _flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element as _set_element
+from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import (
+    Replicate,
+    Shard,
+    _StridedShard,
+)
+
+from dcp_reshard.errors import LayoutError
+from dcp_reshard.sharding import Cut
+
+__all__ = [
+    "DTensor",
+    "KeyPath",
+    "ShardedTensor",
+    "default_device",
+    "dtensor_cuts",
+    "empty_dtensor_like",
+    "empty_sharded_tensor_like",
+    "flatten_state_dict",
+    "flatten_state_dict_2_3",
+    "load_state_dict",
+    "set_element",
+    "storage_info",
+]
+
+KeyPath = tuple[str | int, ...]
+
+
+def dtensor_cuts(tensor: DTensor, *, fqn: str) -> list[Cut] | None:
+    """The cuts that a DTensor's placements make on this rank, in the order of the mesh axes.
+
+    Returns:
+        The cuts, or None if this rank is not part of the tensor's mesh.
+
+    Raises:
+        LayoutError: A placement is neither a shard nor a replica (`Partial`, say).
+    """
+    coordinate = tensor.device_mesh.get_coordinate()
+    cuts: list[Cut] = []
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            continue
+        # `_StridedShard` is not a subclass of `Shard` in torch 2.13, but was one before 2.10.
+        if not isinstance(placement, (Shard, _StridedShard)):
+            raise LayoutError(
+                f"tensor `{fqn}`: placement {placement!r} on mesh axis {axis} is not a shard or a "
+                f"replica, so no element of the checkpoint belongs to one rank of it; placements are "
+                f"{tensor.placements!r}",
+                fqn=fqn,
+            )
+        dim = placement.dim + tensor.ndim if placement.dim < 0 else placement.dim
+        if not 0 <= dim < tensor.ndim:
+            raise LayoutError(
+                f"tensor `{fqn}`: placement {placement!r} on mesh axis {axis} cuts a dim that a "
+                f"tensor of shape {tuple(tensor.shape)!r} does not have",
+                fqn=fqn,
+            )
+        if coordinate is not None:
+            split = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+            cuts.append(Cut(dim, tensor.device_mesh.size(axis), coordinate[axis], split))
+    return None if coordinate is None else cuts
+
+
+def empty_dtensor_like(
+    param: DTensor, *, dtype: torch.dtype, device: torch.device | None = None
+) -> DTensor:
+    """A DTensor of `param`'s layout, of another dtype, with uninitialised local memory."""
+    local = param.to_local().detach()
+    return DTensor.from_local(
+        torch.empty_like(local, dtype=dtype, device=device or local.device, requires_grad=False),
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
+def empty_sharded_tensor_like(
+    param: ShardedTensor, *, dtype: torch.dtype, device: torch.device | None = None
+) -> ShardedTensor:
+    """A ShardedTensor of `param`'s layout, nested or not, with uninitialised local memory.
+
+    Stands for `ShardedTensor._init_from_local_shards_and_global_metadata`, which makes no
+    collective call. The process group is that of `param` itself: torch 2.13's
+    `load_sharded_optimizer_state_dict` takes the default group instead, and under FSDP1 with
+    HYBRID_SHARD fills moments with other rows.
+    """
+    shards = []
+    for shard in param.local_shards():
+        inner = shard.tensor
+        if isinstance(inner, ShardedTensor):
+            tensor: torch.Tensor = empty_sharded_tensor_like(inner, dtype=dtype, device=device)
+        elif isinstance(inner, DTensor):
+            tensor = empty_dtensor_like(inner, dtype=dtype, device=device)
+        else:
+            tensor = torch.empty_like(
+                inner, dtype=dtype, device=device or inner.device, requires_grad=False
+            )
+        shards.append(TorchShard(tensor, shard.metadata))
+    old = param.metadata()
+    properties = ShardedTensorProperties(
+        dtype=dtype,
+        layout=old.tensor_properties.layout,
+        requires_grad=False,
+        memory_format=old.tensor_properties.memory_format,
+        pin_memory=False,
+    )
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards,
+        ShardedTensorMetadata(list(old.shards_metadata), old.size, properties),
+        process_group=param._process_group,
+    )
+
+
+def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """Values by dotted name, and the key path of each name, as `dcp.save` of torch 2.4 and later
+    does.
+    """
+    return _flatten_state_dict(dict(state_dict))
+
+
+def flatten_state_dict_2_3(
+    state_dict: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """As `flatten_state_dict`, with the rules of torch 2.3 and earlier.
+
+    There a dict without tensors was stored as one object. The traversal is called directly: the
+    switch that torch has for it (`_version._derived_version`) is a global, which stays set after an
+    error and is shared by threads.
+    """
+    values: dict[str, Any] = {}
+    paths: dict[str, KeyPath] = {}
+
+    def visit(path: KeyPath, value: object) -> None:
+        fqn = ".".join(map(str, path))
+        if fqn in values:
+            raise ValueError(f"duplicated flatten key {fqn}")
+        values[fqn], paths[fqn] = value, path
+
+    traverse_state_dict_v_2_3(dict(state_dict), visit)
+    return values, paths
+
+
+def set_element(root: dict[str, Any], path: KeyPath, value: object) -> None:
+    """Set the value at a key path, making the dicts and lists on the way."""
+    _set_element(root, path, value)
+
+
+def default_device() -> torch.device:
+    """The device that the default process group works on, the CPU without one.
+
+    Stands for `_get_pg_default_device`; torch materialises meta tensors there.
+    """
+    if not dist.is_initialized():
+        return torch.device("cpu")
+    kind = dist.distributed_c10d._get_pg_default_device().type
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def storage_info(path: str, offset: int, length: int) -> object:
+    """The storage entry that torch's `FileSystemReader` looks up (`_StorageInfo`)."""
+    return _StorageInfo(path, offset, length)
+
+
+def load_state_dict(
+    state_dict: dict[str, Any],
+    *,
+    storage_reader: StorageReader,
+    planner: LoadPlanner,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+) -> None:
+    """The load of `dcp.load`, without its warning that a single process is a single process.
+
+    Stands for `_load_state_dict`. The public function warns on every load without a process group,
+    even where `no_dist=True` was asked for; under ``-W error`` that is a failed load.
+    """
+    _load_state_dict(
+        state_dict=state_dict,
+        storage_reader=storage_reader,
+        process_group=process_group,
+        no_dist=no_dist,
+        planner=planner,
+    )

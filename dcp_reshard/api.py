@@ -1,0 +1,147 @@
+"""`load`: one call, one report."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
+from tqdm import tqdm
+
+from dcp_reshard._torch import load_state_dict
+from dcp_reshard.catalog import CatalogSource
+from dcp_reshard.options import ReaderOptions
+from dcp_reshard.plan import DtypePolicy, PlanOptions, ReadPlan, Rename
+from dcp_reshard.planner import ReshardLoadPlanner
+from dcp_reshard.reader import ReshardStorageReader
+from dcp_reshard.report import LoadReport
+
+__all__ = ["load", "make_report"]
+
+
+def load(
+    state_dict: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str] | CatalogSource,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    strict: bool = True,
+    dtype_policy: DtypePolicy = "exact",
+    rename: Rename | None = None,
+    allowed_classes: Sequence[type] = (),
+    mode: str = "auto",
+    options: ReaderOptions | None = None,
+    progress: bool = False,
+) -> LoadReport:
+    """Load a checkpoint into a state dict of any layout, in place, and say what was done.
+
+    To be called by all ranks of the process group. Values that are `Stateful` are loaded as
+    `dcp.load` loads them: their `state_dict()` is filled, then given to their `load_state_dict()`.
+
+    Args:
+        state_dict: What to fill: tensors (plain, `DTensor`, `ShardedTensor`) in place, other values
+            by replacement; nested dicts and lists of these.
+        checkpoint_id: Folder of a checkpoint that `dcp.save` wrote, or a `CatalogSource`.
+        process_group: The ranks that load together; the default group if None.
+        no_dist: Load in this process alone, without any collective call.
+        strict: Whether a key that the checkpoint lacks is an error. Otherwise its value is kept,
+            and the report names it.
+        dtype_policy: ``"exact"``, ``"widen"`` or ``"cast"``; see `PlanOptions`.
+        rename: Gives the key in the checkpoint for a key of the state dict.
+        allowed_classes: Classes that values which are not tensors may be instances of, beside plain
+        data.
+        mode: See `ReshardStorageReader`.
+        options: Memory, threads, verification.
+        progress: Show a progress bar on rank 0.
+
+    Returns:
+        What this rank read, what was cast, which keys did not match.
+
+    Raises:
+        ReshardError: The load failed before any collective call, or in a single process.
+        torch.distributed.checkpoint.api.CheckpointException: The load failed on some rank; raised
+            on all, with every failing rank's error.
+
+    Example:
+        >>> report = load({"w": w}, path, no_dist=True)  # doctest: +SKIP
+        >>> print(report)  # doctest: +SKIP
+    """
+    alone = no_dist or not (dist.is_available() and dist.is_initialized())
+    rank = 0 if alone else dist.get_rank(process_group)
+    started = time.perf_counter()
+    planner = ReshardLoadPlanner(
+        options=PlanOptions(
+            on_missing="error" if strict else "keep", dtype_policy=dtype_policy, rename=rename
+        ),
+        allowed_classes=allowed_classes,
+    )
+    with _progress_bar(progress and rank == 0) as on_progress:
+        reader = ReshardStorageReader(
+            checkpoint_id,
+            mode=mode,
+            process_group=process_group,
+            options=options,
+            on_progress=on_progress,
+        )
+        # Sorted as `dcp.load` sorts them: `state_dict()` of a value may make collective calls.
+        values = {
+            key: value.state_dict() if isinstance(value, Stateful) else value
+            for key, value in sorted(state_dict.items())
+        }
+        load_state_dict(
+            values,
+            storage_reader=reader,
+            planner=planner,
+            process_group=process_group,
+            no_dist=alone,
+        )
+    for key, loaded in values.items():
+        value = state_dict[key]
+        if isinstance(value, Stateful):
+            value.load_state_dict(loaded)
+        else:
+            state_dict[key] = loaded
+    reader.stats.seconds["total"] = time.perf_counter() - started
+    assert planner.plan is not None
+    return make_report(planner.plan, reader, rank=rank)
+
+
+def make_report(plan: ReadPlan, reader: ReshardStorageReader, *, rank: int) -> LoadReport:
+    """The report of a load that is done."""
+    stats = reader.stats
+    return LoadReport(
+        checkpoint=reader.checkpoint_id,
+        rank=rank,
+        tensors=sum(bool(tensor.parts) for tensor in plan.tensors),
+        objects=len(plan.objects),
+        bytes_wanted=plan.bytes_wanted,
+        bytes_read=stats.bytes_read,
+        bytes_direct=stats.bytes_direct,
+        requests=stats.requests,
+        chunks_read=stats.chunks_read,
+        chunks_read_whole=stats.chunks_read_whole,
+        records_verified=stats.records_verified,
+        records_unverified=stats.records_unverified,
+        casts=tuple((c.fqn, str(c.stored), str(c.wanted)) for c in plan.casts),
+        missing=plan.missing,
+        unexpected=plan.unexpected,
+        seconds=dict(stats.seconds),
+    )
+
+
+@contextmanager
+def _progress_bar(show: bool) -> Iterator[Callable[[int, int], None] | None]:
+    if not show:
+        yield None
+        return
+    with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="load") as bar:
+
+        def on_progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield on_progress

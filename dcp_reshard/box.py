@@ -1,0 +1,237 @@
+"""Rectangles in index space: which part of a global tensor is this, and do these parts tile it?
+
+A box is a half-open rectangle of element indices, kept in the coordinates of the global tensor (no
+re-zeroing after a cut). One box is a `Box`; the chunks of a tensor are a `BoxArray`, two integer
+matrices, so that a box is intersected with a hundred thousand chunks in one vectorised step.
+
+Coverage is proven by counting (`find_defect`):
+
+1. Every box edge becomes a coordinate; between neighbouring coordinates lie cells that no edge
+cuts.
+2. A difference array over these cells, summed along each dim, holds how many boxes cover each cell.
+3. A cell with a count of 0 is a hole, one with 2 or more an overlap; the first such cell is
+   returned.
+
+Knows nothing of bytes, files or torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Box", "BoxArray", "Defect", "find_defect"]
+
+IntMatrix = npt.NDArray[np.int64]
+
+# Cells counted at once by `find_defect`; a region with more is halved first, which bounds memory
+# (8 bytes a cell) whatever the chunks look like.
+_MAX_CELLS = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A half-open rectangle of element indices.
+
+    A box of no dims (of a 0-d tensor) has one element.
+
+    Example:
+        >>> Box((0, 4), (2, 4)).intersect(Box((1, 0), (5, 6)))
+        Box(offsets=(1, 4), sizes=(1, 2))
+    """
+
+    offsets: tuple[int, ...]
+    """First index in each dim."""
+
+    sizes: tuple[int, ...]
+    """Number of indices in each dim."""
+
+    @classmethod
+    def full(cls, shape: Sequence[int]) -> Box:
+        """The box of a whole tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.sizes)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """One past the last index in each dim."""
+        return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the box has no element."""
+        return 0 in self.sizes
+
+    def intersect(self, other: Box) -> Box | None:
+        """The box common to both, or None if they share no element.
+
+        Raises:
+            ValueError: The boxes differ in the number of dims.
+        """
+        starts = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
+        ends = tuple(min(a, b) for a, b in zip(self.ends, other.ends, strict=True))
+        if any(e <= s for s, e in zip(starts, ends, strict=True)):
+            return None
+        return Box(starts, tuple(e - s for s, e in zip(starts, ends, strict=True)))
+
+    def contains(self, other: Box) -> bool:
+        """Whether every edge of `other` lies inside this box."""
+        return all(
+            o <= p and q <= e
+            for o, e, p, q in zip(self.offsets, self.ends, other.offsets, other.ends, strict=True)
+        )
+
+    def relative_to(self, origin: Sequence[int]) -> Box:
+        """The same rectangle, counted from `origin`."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
+
+    def translate(self, by: Sequence[int]) -> Box:
+        """The same rectangle, moved by `by`."""
+        return Box(tuple(a + b for a, b in zip(self.offsets, by, strict=True)), self.sizes)
+
+    def slices(self) -> tuple[slice, ...]:
+        """Slices that select this box from an array whose first index is 0 in each dim."""
+        return tuple(slice(o, e) for o, e in zip(self.offsets, self.ends, strict=True))
+
+    def __str__(self) -> str:
+        """Index notation, e.g. ``[0:2, 4:8]``."""
+        return (
+            "[" + ", ".join(f"{o}:{e}" for o, e in zip(self.offsets, self.ends, strict=True)) + "]"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoxArray:
+    """Boxes of equal number of dims, as columns.
+
+    Example:
+        >>> chunks = BoxArray.from_boxes([Box((0,), (4,)), Box((4,), (4,))], ndim=1)
+        >>> index, parts = chunks.intersect(Box((3,), (2,)))
+        >>> index.tolist(), parts.offsets.tolist(), parts.sizes.tolist()
+        ([0, 1], [[3], [4]], [[1], [1]])
+    """
+
+    offsets: IntMatrix
+    """First index of box i in dim d at ``[i, d]``."""
+
+    sizes: IntMatrix
+    """Number of indices of box i in dim d at ``[i, d]``."""
+
+    @classmethod
+    def from_boxes(cls, boxes: Iterable[Box], *, ndim: int) -> BoxArray:
+        """Columns of these boxes.
+
+        Raises:
+            OverflowError: A bound does not fit into 64 bits.
+        """
+        boxes = list(boxes)
+        shape = (len(boxes), ndim)
+        return cls(
+            np.array([b.offsets for b in boxes], dtype=np.int64).reshape(shape),
+            np.array([b.sizes for b in boxes], dtype=np.int64).reshape(shape),
+        )
+
+    def __len__(self) -> int:
+        """Number of boxes."""
+        return len(self.offsets)
+
+    def __getitem__(self, index: int) -> Box:
+        """Box number `index`."""
+        return Box(tuple(self.offsets[index].tolist()), tuple(self.sizes[index].tolist()))
+
+    @property
+    def ends(self) -> IntMatrix:
+        """One past the last index of box i in dim d at ``[i, d]``."""
+        return self.offsets + self.sizes
+
+    def intersect(self, box: Box) -> tuple[IntMatrix, BoxArray]:
+        """The non-empty overlaps with `box`: indices of the boxes concerned, and the overlaps."""
+        starts = np.maximum(self.offsets, np.array(box.offsets, dtype=np.int64))
+        sizes = np.minimum(self.ends, np.array(box.ends, dtype=np.int64)) - starts
+        (index,) = np.nonzero((sizes > 0).all(axis=1))
+        return index, BoxArray(starts[index], sizes[index])
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """A region that is not covered exactly once."""
+
+    box: Box
+    """The region: no box of the set has an edge inside it."""
+
+    count: int
+    """How many boxes cover it: 0 for a hole, 2 or more for an overlap."""
+
+
+def find_defect(boxes: BoxArray, within: Box) -> Defect | None:
+    """The first region of `within` that the boxes do not cover exactly once, or None if they tile it.
+
+    Args:
+        boxes: Any boxes; parts outside of `within` are ignored.
+        within: The region to be tiled. An empty region is tiled by anything.
+
+    Example:
+        >>> halves = BoxArray.from_boxes([Box((0,), (4,)), Box((5,), (3,))], ndim=1)
+        >>> find_defect(halves, Box((0,), (8,)))
+        Defect(box=Box(offsets=(4,), sizes=(1,)), count=0)
+    """
+    if within.is_empty:
+        return None
+    _, parts = boxes.intersect(within)
+    starts, ends = parts.offsets, parts.ends
+    edges = [
+        np.unique(np.concatenate((starts[:, d], ends[:, d], (within.offsets[d], within.ends[d]))))
+        for d in range(within.ndim)
+    ]
+    cells = [len(e) - 1 for e in edges]
+    if math.prod(cells) > _MAX_CELLS:
+        return _find_defect_in_halves(parts, within, edges)
+
+    # Dims that no edge cuts have one cell and need no difference: with them out of the way the
+    # number of corners below stays at 2 ** (dims that are really cut).
+    cut = [d for d in range(within.ndim) if cells[d] > 1]
+    first = [np.searchsorted(edges[d], starts[:, d]) for d in cut]
+    last = [np.searchsorted(edges[d], ends[:, d]) for d in cut]
+    counts = np.zeros([cells[d] + 1 for d in cut], dtype=np.int64)
+    for corner in itertools.product((0, 1), repeat=len(cut)):
+        index = tuple(last[i] if end else first[i] for i, end in enumerate(corner))
+        np.add.at(counts, index or (...,), (-1) ** sum(corner) * (1 if cut else len(parts)))
+    for axis in range(len(cut)):
+        np.cumsum(counts, axis=axis, out=counts)
+    counts = counts[(slice(None, -1),) * len(cut)]
+
+    wrong = np.flatnonzero(counts.reshape(-1) != 1)
+    if not len(wrong):
+        return None
+    where = np.unravel_index(wrong[0], counts.shape) if cut else ()
+    cell = dict(zip(cut, (int(w) for w in where), strict=True))
+    low = tuple(int(edges[d][cell.get(d, 0)]) for d in range(within.ndim))
+    high = tuple(int(edges[d][cell.get(d, 0) + 1]) for d in range(within.ndim))
+    sizes = tuple(h - o for o, h in zip(low, high, strict=True))
+    return Defect(Box(low, sizes), int(counts.reshape(-1)[wrong[0]]))
+
+
+def _find_defect_in_halves(boxes: BoxArray, within: Box, edges: list[IntMatrix]) -> Defect | None:
+    dim = max(range(within.ndim), key=lambda d: len(edges[d]))
+    middle = int(edges[dim][len(edges[dim]) // 2])
+    for start, end in ((within.offsets[dim], middle), (middle, within.ends[dim])):
+        offsets = (*within.offsets[:dim], start, *within.offsets[dim + 1 :])
+        sizes = (*within.sizes[:dim], end - start, *within.sizes[dim + 1 :])
+        defect = find_defect(boxes, Box(offsets, sizes))
+        if defect is not None:
+            return defect
+    return None

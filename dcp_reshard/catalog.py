@@ -1,0 +1,176 @@
+"""What a checkpoint holds, and where: the `Catalog`, whatever kind of files it was read from.
+
+For each tensor a `StoredTensor` has its shape, its dtype and, as columns, the box, file, byte
+offset and byte length of each chunk. A catalog of a million chunks is a few arrays a tensor, not a
+million objects.
+
+Says nothing of how a catalog is read (`metadata`), nor of where the elements lie inside an item
+(`payload`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dcp_reshard.box import Box, BoxArray, find_defect
+from dcp_reshard.errors import CheckpointFormatError, ChunkCoverageError
+from dcp_reshard.payload import Payload
+from dcp_reshard.storage import ByteSource
+
+__all__ = ["Catalog", "CatalogSource", "KeyPath", "StoredObject", "StoredTensor"]
+
+KeyPath = tuple[str | int, ...]
+"""Keys and list indices that lead to a value of a nested state dict."""
+
+
+class CatalogSource(Protocol):
+    """A checkpoint of some format: its files, and what they hold."""
+
+    def open(self) -> ByteSource:
+        """The files."""
+        ...
+
+    def read_catalog(self, source: ByteSource) -> Catalog:
+        """What they hold."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTensor:
+    """One global tensor of the checkpoint; row i of the columns is chunk i."""
+
+    fqn: str
+    """Key in the checkpoint."""
+
+    shape: tuple[int, ...]
+    """Global shape."""
+
+    dtype: torch.dtype
+    """dtype according to the metadata."""
+
+    chunks: BoxArray
+    """Box of each chunk, in global coordinates."""
+
+    files: npt.NDArray[np.int32]
+    """Index into `Catalog.files`."""
+
+    starts: npt.NDArray[np.int64]
+    """First byte of the chunk's item in its file."""
+
+    lengths: npt.NDArray[np.int64]
+    """Bytes of the item."""
+
+    payloads: tuple[Payload, ...] | None = None
+    """Where the elements of each chunk lie, if that is known without probing the items."""
+
+    def find_chunk(self, offsets: tuple[int, ...], hint: int | None = None) -> int | None:
+        """Number of the chunk that starts at these offsets, or None.
+
+        Args:
+            offsets: First index of the chunk in each dim.
+            hint: The number that it probably has.
+        """
+        if hint is not None and hint < len(self.chunks):
+            if tuple(self.chunks.offsets[hint].tolist()) == offsets:
+                return hint
+        (found,) = np.nonzero(
+            (self.chunks.offsets == np.array(offsets, dtype=np.int64)).all(axis=1)
+        )
+        return int(found[0]) if len(found) else None
+
+    def check_coverage(self) -> None:
+        """Check that the chunks tile the tensor.
+
+        Raises:
+            ChunkCoverageError: Part of the tensor is stored by no chunk, or by several.
+        """
+        defect = find_defect(self.chunks, Box.full(self.shape))
+        if defect is None:
+            return
+        kind = "no chunk" if defect.count == 0 else f"{defect.count} chunks"
+        raise ChunkCoverageError(
+            f"tensor `{self.fqn}`: the checkpoint stores region {defect.box} of shape {self.shape!r} in "
+            f"{kind}; the checkpoint itself is wrong, nothing was loaded",
+            fqn=self.fqn,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """One value of the checkpoint that is not a tensor."""
+
+    fqn: str
+    """Key in the checkpoint."""
+
+    file: int
+    """Index into `Catalog.files`."""
+
+    start: int
+    """First byte of the item in its file."""
+
+    length: int
+    """Bytes of the item."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Catalog:
+    """All that a checkpoint says it holds."""
+
+    tensors: Mapping[str, StoredTensor]
+    """Tensors by key."""
+
+    objects: Mapping[str, StoredObject]
+    """Other values by key."""
+
+    files: tuple[str, ...]
+    """Names of the data files."""
+
+    key_paths: Mapping[str, KeyPath] = field(default_factory=dict)
+    """Path of each key in the nested state dict that was saved; empty if it was not recorded."""
+
+    digest: str = ""
+    """Hash of the metadata read; equal on all ranks that see the same checkpoint."""
+
+    def __contains__(self, fqn: object) -> bool:
+        """Whether the checkpoint has this key."""
+        return fqn in self.tensors or fqn in self.objects
+
+    @property
+    def keys(self) -> list[str]:
+        """All keys, sorted."""
+        return sorted([*self.tensors, *self.objects])
+
+    def check_disjoint(self) -> None:
+        """Check that no two items share bytes of a file.
+
+        Raises:
+            CheckpointFormatError: Two do.
+        """
+        tensors, objects = list(self.tensors.values()), list(self.objects.values())
+        files = np.concatenate([*(t.files for t in tensors), [o.file for o in objects]]).astype(
+            np.int64
+        )
+        starts = np.concatenate([*(t.starts for t in tensors), [o.start for o in objects]])
+        lengths = np.concatenate([*(t.lengths for t in tensors), [o.length for o in objects]])
+        order = np.lexsort((starts, files))
+        files, starts, lengths = files[order], starts[order], lengths[order]
+        bad = np.flatnonzero((files[1:] == files[:-1]) & (starts[:-1] + lengths[:-1] > starts[1:]))
+        if len(bad):
+            i = int(bad[0])
+            name = self.files[int(files[i])]
+            raise CheckpointFormatError(
+                f"file {name!r}: two items share bytes, one at {int(starts[i])} of length "
+                f"{int(lengths[i])}, one at {int(starts[i + 1])}",
+                file=name,
+                start=int(starts[i + 1]),
+            )
+
+    def key_path(self, fqn: str) -> KeyPath:
+        """The recorded path of a key; the key itself, as one part, if none was recorded."""
+        return self.key_paths.get(fqn, (fqn,))

@@ -1,0 +1,330 @@
+"""Direct reading: this rank reads what it needs, whatever other ranks read.
+
+1. The files concerned are opened; all items must lie inside them.
+2. Every chunk's item is probed (`probe`). Its record must have the shape and the dtype that the
+   metadata say. Contents of small items are at hand then, and wait.
+3. Once all items are known to be sound, the small ones are copied, chunks of unknown form are
+   loaded whole, and the large ones are read by range (`transfer`).
+
+Checksums of everything read are kept per record, for the verdict that follows.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from dcp_reshard.catalog import Catalog, StoredObject, StoredTensor
+from dcp_reshard.container import Record, read_directory, read_record
+from dcp_reshard.crc import CrcPart, crc32
+from dcp_reshard.errors import CheckpointFormatError, CorruptRecordError, ReshardError, StorageError
+from dcp_reshard.options import ReaderOptions
+from dcp_reshard.payload import Payload, probe_payload
+from dcp_reshard.probe import Item, ItemBytes, probe_items
+from dcp_reshard.storage import CountingSource
+from dcp_reshard.transfer import ChunkPart, RecordKey, Transfer, copy_elements, plan_requests
+
+__all__ = ["DirectRead", "RecordUse", "WantedPart"]
+
+_MAX_OBJECT_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WantedPart:
+    """Part of a stored chunk, and the memory that it goes to."""
+
+    fqn: str
+    """Key in the state dict."""
+
+    stored: StoredTensor
+    """The tensor in the checkpoint."""
+
+    chunk: int
+    """Number of the chunk."""
+
+    offsets: tuple[int, ...]
+    """First index of the part in each dim of the chunk."""
+
+    dest: torch.Tensor
+    """The destination; its shape is that of the part."""
+
+
+@dataclass(slots=True, eq=False)
+class RecordUse:
+    """A record of which something was read, and the checksums of what was."""
+
+    fqn: str
+    """Key of the tensor."""
+
+    length: int
+    """Bytes of the record."""
+
+    crc: int
+    """The recorded checksum; 0 if the writer computed none."""
+
+    parts: list[CrcPart] = field(default_factory=list)
+    """Checksums of the bytes read."""
+
+
+@dataclass(slots=True, eq=False)
+class DirectRead:
+    """One rank's read. Not frozen: it collects its results."""
+
+    source: CountingSource
+    """Where the bytes come from."""
+
+    catalog: Catalog
+    """What the checkpoint holds."""
+
+    options: ReaderOptions
+    """How to read."""
+
+    on_progress: Callable[[int, int], None] | None
+    """Called with bytes done and bytes in all."""
+
+    objects: dict[str, bytes] = field(default_factory=dict)
+    """Items of the objects read, by key."""
+
+    records: dict[RecordKey, RecordUse] = field(default_factory=dict)
+    """Records of which something was read."""
+
+    chunks_read_whole: list[str] = field(default_factory=list)
+    """Keys of chunks of unknown form."""
+
+    bytes_direct: int = 0
+    """Bytes read straight into their destination."""
+
+    _small: list[tuple[ChunkPart, bytes]] = field(default_factory=list, init=False)
+    _small_bytes: int = field(default=0, init=False)
+    _large: list[ChunkPart] = field(default_factory=list, init=False)
+    _unknown: list[tuple[Item, list[WantedPart]]] = field(default_factory=list, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def run(self, parts: Sequence[WantedPart], objects: Sequence[StoredObject]) -> None:
+        """Read all parts into their destinations, and the items of all objects.
+
+        Raises:
+            StorageError: Bytes could not be read.
+            CheckpointFormatError: An item is not what the metadata say.
+            DtypeMismatchError: A cast overflowed.
+        """
+        chunks: dict[Item, list[WantedPart]] = {}
+        known: list[WantedPart] = []
+        for part in parts:
+            if part.stored.payloads is not None:
+                known.append(part)
+            else:
+                chunks.setdefault(self._item(part), []).append(part)
+        object_items = {Item(self.catalog.files[o.file], o.start, o.length): o.fqn for o in objects}
+        self._check_files(chunks, object_items)
+        for part in known:
+            assert part.stored.payloads is not None
+            self._add_chunk_part(part, self._item(part), part.stored.payloads[part.chunk])
+
+        def on_item(item: ItemBytes) -> None:
+            if item.item in object_items:
+                self._take_object(object_items[item.item], item)
+            else:
+                self._take_chunk(chunks[item.item], item)
+
+        probe_items(
+            [*chunks, *object_items],
+            self.source,
+            whole_bytes=self.options.whole_item_bytes,
+            max_bytes=self.options.max_request_bytes,
+            threads=self.options.num_threads,
+            on_item=on_item,
+        )
+        self._copy_small()
+        for item, wanted in self._unknown:
+            self._load_whole(item, wanted)
+        self._read_large()
+
+    def _item(self, part: WantedPart) -> Item:
+        stored, i = part.stored, part.chunk
+        name = self.catalog.files[int(stored.files[i])]
+        return Item(name, int(stored.starts[i]), int(stored.lengths[i]))
+
+    def _check_files(self, chunks: dict[Item, list[WantedPart]], objects: dict[Item, str]) -> None:
+        last: dict[str, Item] = {}
+        for item in (*chunks, *objects):
+            if item.file not in last or item.start > last[item.file].start:
+                last[item.file] = item
+        for name, item in last.items():
+            size = self.source.size(name)
+            if item.start + item.length > size:
+                fqn = objects[item] if item in objects else chunks[item][0].fqn
+                raise StorageError(
+                    f"file {name!r}: has {size} bytes, but the metadata place `{fqn}` at bytes "
+                    f"{item.start} to {item.start + item.length}; the file is cut",
+                    fqn=fqn,
+                    file=name,
+                    start=item.start,
+                    end=item.start + item.length,
+                )
+
+    def _take_object(self, fqn: str, item: ItemBytes) -> None:
+        with _context("object", fqn, item.item):
+            if item.item.length > _MAX_OBJECT_BYTES:
+                raise CheckpointFormatError(
+                    f"{item.item.length} bytes for a value that is not a tensor, allowed are "
+                    f"{_MAX_OBJECT_BYTES}"
+                )
+            contents = item.read(0, item.item.length)
+            for record in read_directory(len(contents), lambda a, b: contents[a:b]):
+                if self.options.verify != "off":
+                    read_record(record, lambda a, b: contents[a:b])
+                    self._note_record(fqn, item.item, record, contents)
+        with self._lock:
+            self.objects[fqn] = contents
+
+    def _take_chunk(self, wanted: list[WantedPart], item: ItemBytes) -> None:
+        first = wanted[0]
+        with _context("tensor", first.fqn, item.item):
+            payload = probe_payload(item.item.length, item.read)
+            if payload is None:
+                with self._lock:
+                    self._unknown.append((item.item, wanted))
+                return
+            sizes = tuple(first.stored.chunks.sizes[first.chunk].tolist())
+            if payload.shape != sizes or payload.dtype != first.stored.dtype:
+                raise CheckpointFormatError(
+                    f"the file holds shape {payload.shape!r} of {payload.dtype}, the metadata say "
+                    f"{sizes!r} of {first.stored.dtype}"
+                )
+            whole = item.whole
+            if whole is None:
+                for part in wanted:
+                    self._add_chunk_part(part, item.item, payload)
+                return
+            contents = bytes(
+                whole[payload.record.start : payload.record.start + payload.record.length]
+            )
+            self._note_record(first.fqn, item.item, payload.record, contents=None)
+            if self.options.verify != "off" and payload.record.crc:
+                crc = crc32(contents)
+                if crc != payload.record.crc:
+                    raise CorruptRecordError(
+                        f"record `{payload.record.name}`: CRC-32 is {crc:#010x}, recorded was "
+                        f"{payload.record.crc:#010x}"
+                    )
+                self._note_part(item.item, payload.record, CrcPart(0, payload.record.length, crc))
+        parts = [self._chunk_part(part, item.item, payload) for part in wanted]
+        with self._lock:
+            self._small_bytes += len(contents)
+            self._small += [(part, contents) for part in parts]
+            full = self._small_bytes > self.options.memory_budget // 2
+        if full:
+            self._copy_small()
+
+    def _chunk_part(self, part: WantedPart, item: Item, payload: Payload) -> ChunkPart:
+        return ChunkPart(part.fqn, item.file, item.start, payload, part.offsets, part.dest)
+
+    def _add_chunk_part(self, part: WantedPart, item: Item, payload: Payload) -> None:
+        self._note_record(part.fqn, item, payload.record, contents=None)
+        with self._lock:
+            self._large.append(self._chunk_part(part, item, payload))
+
+    def _note_record(self, fqn: str, item: Item, record: Record, contents: bytes | None) -> None:
+        key = (item.file, item.start + record.start)
+        with self._lock:
+            use = self.records.setdefault(key, RecordUse(fqn, record.length, record.crc))
+        if contents is not None:
+            use.parts.append(CrcPart(0, record.length, record.crc))
+
+    def _note_part(self, item: Item, record: Record, part: CrcPart) -> None:
+        self.records[item.file, item.start + record.start].parts.append(part)
+
+    def _copy_small(self) -> None:
+        with self._lock:
+            small, self._small, self._small_bytes = self._small, [], 0
+        for part, contents in small:
+            payload = part.payload
+            first = payload.start - payload.record.start
+            # `frombuffer` needs the element size to divide the offset, and some memory to start
+            # with.
+            aligned = bytearray(contents[first:]) or bytearray(payload.dtype.itemsize)
+            usable = len(aligned) // payload.dtype.itemsize * payload.dtype.itemsize
+            elements = torch.frombuffer(memoryview(aligned)[:usable], dtype=payload.dtype)
+            strides = tuple(s // payload.dtype.itemsize for s in payload.strides)
+            offset = sum(o * st for o, st in zip(part.offsets, strides, strict=True))
+            source = torch.as_strided(elements, tuple(part.dest.shape), strides, offset)
+            copy_elements(part.fqn, part.dest, source)
+
+    def _load_whole(self, item: Item, wanted: list[WantedPart]) -> None:
+        stored = wanted[0].stored
+        buffer = bytearray(item.length)
+        self.source.read_into(item.file, item.start, [memoryview(buffer)])
+        with _context("tensor", wanted[0].fqn, item):
+            for record in read_directory(item.length, lambda a, b: bytes(buffer[a:b])):
+                if self.options.verify != "off":
+                    read_record(record, lambda a, b: bytes(buffer[a:b]))
+            try:
+                value = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
+            except Exception as error:
+                raise CheckpointFormatError(
+                    f"not a dense tensor, and not loadable as data only ({type(error).__name__}: "
+                    f"{str(error)[:500]})"
+                ) from error
+            sizes = tuple(stored.chunks.sizes[wanted[0].chunk].tolist())
+            if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+                kind = getattr(value, "layout", type(value).__name__)
+                raise CheckpointFormatError(f"the file holds a {kind}, which cannot be resharded")
+            if tuple(value.shape) != sizes or value.dtype != stored.dtype:
+                raise CheckpointFormatError(
+                    f"the file holds shape {tuple(value.shape)!r} of {value.dtype}, the metadata say "
+                    f"{sizes!r} of {stored.dtype}"
+                )
+        self.chunks_read_whole.append(stored.fqn)
+        for part in wanted:
+            index = tuple(
+                slice(o, o + s) for o, s in zip(part.offsets, part.dest.shape, strict=True)
+            )
+            copy_elements(part.fqn, part.dest, value.detach()[index])
+
+    def _read_large(self) -> None:
+        requests = plan_requests(
+            self._large,
+            request_bytes=self.options.request_bytes,
+            max_bytes=self.options.max_request_bytes,
+        )
+        total = sum(request.end - request.start for request in requests)
+        done = 0
+
+        def on_bytes(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if self.on_progress is not None:
+                self.on_progress(done, total)
+
+        transfer = Transfer(
+            self.source,
+            threads=self.options.num_threads,
+            max_bytes=self.options.max_request_bytes,
+            checksums=self.options.verify != "off",
+        )
+        transfer.run(requests, on_bytes=on_bytes)
+        self.bytes_direct += transfer.bytes_direct
+        for key, parts in transfer.crc_parts.items():
+            self.records[key].parts += parts
+
+
+@contextmanager
+def _context(kind: str, fqn: str, item: Item) -> Iterator[None]:
+    """Say in an error which value it is about, and where in which file."""
+    try:
+        yield
+    except ReshardError as error:
+        end = item.start + item.length
+        raise type(error)(
+            f"{kind} `{fqn}`, file {item.file!r}, bytes {item.start} to {end}: {error}",
+            fqn=fqn,
+            file=item.file,
+            start=item.start,
+            end=end,
+        ) from error

@@ -1,0 +1,167 @@
+"""The 2-D layout collector: which boxes of each global tensor does this rank hold, and where in memory?
+
+Everything that a state dict can hold of a tensor is brought to one shape, a list of `LocalShard`: a
+box in global coordinates and the view of local memory that it fills.
+
+* A plain tensor is one full box.
+* A `DTensor` is what the cuts of its placements leave (`sharding`), usually one box, several for
+  strided placements, none on ranks outside of its mesh.
+* A `ShardedTensor` is one box per local shard. One nested in another (tensor parallelism inside
+  data parallelism, the case that torch's `_ReaderWithOffset` was made for) adds the outer offset to
+  the inner one.
+* Any other tensor that implements `__create_chunk_list__` and `__get_tensor_shard__` is asked.
+
+The shape that follows from the description is always compared with the real one. Nothing is
+allocated, read, or changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from dcp_reshard._torch import DTensor, ShardedTensor, dtensor_cuts
+from dcp_reshard.box import Box
+from dcp_reshard.errors import LayoutError
+from dcp_reshard.sharding import plan_shard_boxes
+
+__all__ = ["LocalShard", "TensorLayout", "collect_layout", "collect_tensor_layout"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """One box of a global tensor, and the memory of this rank that holds it."""
+
+    box: Box
+    """Where the shard lies in the global tensor."""
+
+    tensor: torch.Tensor
+    """A detached view of local memory, of shape ``box.sizes``."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """What this rank holds of one global tensor."""
+
+    fqn: str
+    """Key in the flattened state dict."""
+
+    shape: tuple[int, ...]
+    """Global shape."""
+
+    dtype: torch.dtype
+    """dtype of the local memory."""
+
+    shards: tuple[LocalShard, ...]
+    """The boxes held, none of them empty."""
+
+
+def collect_layout(state_dict: Mapping[str, Any]) -> dict[str, TensorLayout]:
+    """Layouts of all tensors of a flattened state dict; other values are left out.
+
+    Raises:
+        LayoutError: A tensor cannot be described; the message names it and the reason.
+
+    Example:
+        >>> layout = collect_layout({"w": torch.zeros(2, 3), "step": 7})
+        >>> [(fqn, str(t.shards[0].box)) for fqn, t in layout.items()]
+        [('w', '[0:2, 0:3]')]
+    """
+    return {
+        fqn: collect_tensor_layout(fqn, value)
+        for fqn, value in state_dict.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def collect_tensor_layout(fqn: str, tensor: torch.Tensor) -> TensorLayout:
+    """The layout of one tensor.
+
+    Raises:
+        LayoutError: The tensor cannot be described, or several of its elements share memory.
+    """
+    shape = tuple(tensor.size())
+    shards = tuple(s for s in _collect_shards(fqn, tensor) if not s.box.is_empty)
+    for shard in shards:
+        _check_writable(fqn, shard, Box.full(shape))
+    return TensorLayout(fqn, shape, tensor.dtype, shards)
+
+
+def _collect_shards(fqn: str, tensor: torch.Tensor) -> Iterator[LocalShard]:
+    """Shards of a tensor, in coordinates of that tensor."""
+    if isinstance(tensor, ShardedTensor):
+        for shard in tensor.local_shards():
+            outer = Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
+            _check_shape(
+                fqn, outer.sizes, tuple(shard.tensor.size()), "the ShardedTensor's metadata"
+            )
+            for inner in _collect_shards(fqn, shard.tensor):
+                yield LocalShard(inner.box.translate(outer.offsets), inner.tensor)
+    elif isinstance(tensor, DTensor) and not _is_checkpointable(tensor.to_local()):
+        yield from _collect_dtensor_shards(fqn, tensor)
+    elif _is_checkpointable(tensor):
+        for i, chunk in enumerate(tensor.__create_chunk_list__()):  # type: ignore[attr-defined]
+            index = MetadataIndex(fqn, chunk.offsets, i)
+            local = tensor.__get_tensor_shard__(index).detach()  # type: ignore[attr-defined]
+            _check_shape(fqn, tuple(chunk.sizes), tuple(local.size()), type(tensor).__name__)
+            yield LocalShard(Box(tuple(chunk.offsets), tuple(chunk.sizes)), local)
+    else:
+        yield LocalShard(Box.full(tuple(tensor.size())), tensor.detach())
+
+
+def _collect_dtensor_shards(fqn: str, tensor: DTensor) -> Iterator[LocalShard]:
+    cuts = dtensor_cuts(tensor, fqn=fqn)
+    if cuts is None:
+        return
+    local = tensor.to_local().detach()
+    if isinstance(local, (DTensor, ShardedTensor)):
+        raise LayoutError(
+            f"tensor `{fqn}`: a DTensor whose local tensor is a {type(local).__name__} is not supported",
+            fqn=fqn,
+        )
+    shape, boxes = plan_shard_boxes(tuple(tensor.size()), cuts)
+    why = f"placements {tensor.placements!r} on a mesh of shape {tuple(tensor.device_mesh.shape)!r}"
+    _check_shape(fqn, shape, tuple(local.size()), why)
+    for shard in boxes:
+        view = Box(shard.local_offsets, shard.box.sizes)
+        yield LocalShard(shard.box, local[view.slices()])
+
+
+def _is_checkpointable(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "__create_chunk_list__") and hasattr(tensor, "__get_tensor_shard__")
+
+
+def _check_shape(fqn: str, described: tuple[int, ...], real: tuple[int, ...], by: str) -> None:
+    # An empty shard has no elements to misplace, and torch gives it various shapes.
+    if described == real or (0 in described and 0 in real):
+        return
+    raise LayoutError(
+        f"tensor `{fqn}`: the local tensor has shape {real!r}, but {by} give this rank {described!r}; "
+        f"loading would put rows in the wrong place",
+        fqn=fqn,
+    )
+
+
+def _check_writable(fqn: str, shard: LocalShard, whole: Box) -> None:
+    tensor = shard.tensor
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise LayoutError(
+            f"tensor `{fqn}`: only dense tensors can be loaded in place, this one has layout "
+            f"{tensor.layout} and dtype {tensor.dtype}",
+            fqn=fqn,
+        )
+    if not whole.contains(shard.box):
+        raise LayoutError(
+            f"tensor `{fqn}`: this rank claims {shard.box} of a tensor of shape {whole.sizes!r}",
+            fqn=fqn,
+        )
+    if any(st == 0 and s > 1 for st, s in zip(tensor.stride(), tensor.size(), strict=True)):
+        raise LayoutError(
+            f"tensor `{fqn}`: an expanded tensor (strides {tensor.stride()!r}) cannot be loaded in place: "
+            f"several of its elements share memory",
+            fqn=fqn,
+        )

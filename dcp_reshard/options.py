@@ -1,0 +1,75 @@
+"""Options of the reader; the only place where its tuning defaults live."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["ReaderOptions", "Verify"]
+
+Verify = Literal["available", "required", "off"]
+
+_MAX_REQUEST_BYTES = 8 * 2**20
+_MIN_REQUEST_BYTES = 64 * 2**10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderOptions:
+    """How `ReshardStorageReader` reads.
+
+    Example:
+        >>> ReaderOptions(memory_budget=64 * 2**20, threads=4).max_request_bytes
+        8388608
+    """
+
+    verify: Verify = "available"
+    """Compare the checksum that `torch.save` stored with each record: where there is one
+    (``"available"``), for every record or fail (``"required"``), or never (``"off"``)."""
+
+    memory_budget: int = 256 * 2**20
+    """Bytes of buffers beyond the destination, at most."""
+
+    threads: int | None = None
+    """Threads that read; None for one per CPU, up to 8."""
+
+    request_bytes: int = 64 * 2**10
+    """What a request costs, in bytes that could be read in the same time: runs shorter than this are read
+    together with gaps up to this."""
+
+    whole_item_bytes: int = 16 * 2**10
+    """Stored chunks up to this size are read whole, in one request with their container."""
+
+    keep_plan_local: bool = True
+    """Send the coordinator a digest of this rank's plan, not the plan. Turn it off for a planner whose
+    `create_global_plan` changes plans."""
+
+    require_same_keys: bool = False
+    """Fail if the ranks of a load ask for different keys (as pipeline stages rightly do)."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.verify not in ("available", "required", "off"):
+            raise ValueError(
+                f"`verify` must be 'available', 'required' or 'off', got {self.verify!r}"
+            )
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"`threads` must be at least 1, got {self.threads!r}")
+        for name in ("request_bytes", "whole_item_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`{name}` must not be negative, got {getattr(self, name)!r}")
+        if self.max_request_bytes < _MIN_REQUEST_BYTES:
+            raise ValueError(
+                f"`memory_budget` must be at least {2 * self.num_threads * _MIN_REQUEST_BYTES} for "
+                f"{self.num_threads} threads, got {self.memory_budget!r}"
+            )
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that read."""
+        return self.threads or min(8, os.cpu_count() or 1)
+
+    @property
+    def max_request_bytes(self) -> int:
+        """Largest request: each thread has up to two buffers of this size."""
+        return min(_MAX_REQUEST_BYTES, self.memory_budget // (2 * self.num_threads))

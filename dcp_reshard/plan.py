@@ -1,0 +1,302 @@
+"""What has to be copied from where, and proof that it is all there. Pure: no process group, no I/O.
+
+`plan_reads` takes the catalog and what a rank wants (global shape, dtype and boxes of each tensor),
+so that it answers for any rank of any mesh, real or imagined. For each wanted tensor:
+
+1. Its key is looked up, renamed if the options say so. All missing keys are collected, not the
+first.
+2. Stored and wanted shape and dtype are compared; the dtype policy decides about casts.
+3. The stored chunks are checked to tile the tensor; then any box of it is covered exactly once.
+4. Each wanted box is intersected with all chunks at once; every overlap is one `ReadPart`.
+
+Decides nothing about files or requests: that is the reader's.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from dcp_reshard.box import Box
+from dcp_reshard.catalog import Catalog, StoredTensor
+from dcp_reshard.errors import (
+    DtypeMismatchError,
+    MissingTensorError,
+    PlanError,
+    ShapeMismatchError,
+)
+
+__all__ = [
+    "Cast",
+    "DtypePolicy",
+    "PlanOptions",
+    "ReadPart",
+    "ReadPlan",
+    "Rename",
+    "TensorPlan",
+    "Want",
+    "plan_reads",
+]
+
+DtypePolicy = Literal["exact", "widen", "cast"]
+Rename = Mapping[str, str] | Callable[[str], str]
+
+_SHOWN_KEYS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """How a checkpoint and a state dict that do not match exactly are brought together.
+
+    Example:
+        >>> PlanOptions(on_missing="ignore")
+        Traceback (most recent call last):
+            ...
+        ValueError: `on_missing` must be 'error' or 'keep', got 'ignore'
+    """
+
+    on_missing: Literal["error", "keep"] = "error"
+    """A key that the checkpoint lacks fails the load, or keeps the value it has."""
+
+    on_unexpected: Literal["report", "error"] = "report"
+    """A key that only the checkpoint has is reported, or fails the load."""
+
+    dtype_policy: DtypePolicy = "exact"
+    """Stored and wanted dtype must be equal (``"exact"``), may be cast without loss (``"widen"``), or may
+    be cast from any floating type to any other (``"cast"``; an overflow is an error)."""
+
+    rename: Rename | None = None
+    """Gives the key in the checkpoint for a key of the state dict: a mapping (other keys keep their
+    name) or a function."""
+
+    def __post_init__(self) -> None:
+        """Check the choices."""
+        for name, choices in (
+            ("on_missing", ("error", "keep")),
+            ("on_unexpected", ("report", "error")),
+            ("dtype_policy", ("exact", "widen", "cast")),
+        ):
+            if getattr(self, name) not in choices:
+                wanted = " or ".join(map(repr, choices))
+                raise ValueError(f"`{name}` must be {wanted}, got {getattr(self, name)!r}")
+
+    def stored_key(self, fqn: str) -> str:
+        """The key in the checkpoint for a key of the state dict."""
+        if self.rename is None:
+            return fqn
+        return self.rename(fqn) if callable(self.rename) else self.rename.get(fqn, fqn)
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What a rank wants of one global tensor."""
+
+    shape: tuple[int, ...]
+    """Global shape."""
+
+    dtype: torch.dtype
+    """dtype of the destination."""
+
+    boxes: tuple[Box, ...]
+    """Boxes in global coordinates, none of them empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPart:
+    """One overlap of a stored chunk with a wanted box."""
+
+    chunk: int
+    """Number of the chunk in the stored tensor."""
+
+    shard: int
+    """Number of the box in the want."""
+
+    region: Box
+    """The overlap, in global coordinates."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """The parts that make up what is wanted of one tensor."""
+
+    fqn: str
+    """Key in the state dict."""
+
+    stored: StoredTensor
+    """The tensor in the checkpoint."""
+
+    want: Want
+    """What was asked for."""
+
+    parts: tuple[ReadPart, ...]
+    """They tile the boxes of the want."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """A tensor whose stored dtype is not that of its destination."""
+
+    fqn: str
+    """Key in the state dict."""
+
+    stored: torch.dtype
+    """dtype in the checkpoint."""
+
+    wanted: torch.dtype
+    """dtype of the destination."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """All that one rank copies, and what does not match."""
+
+    tensors: tuple[TensorPlan, ...]
+    """Tensors to fill."""
+
+    objects: tuple[tuple[str, str], ...]
+    """Key in the state dict and key in the checkpoint of each value that is not a tensor."""
+
+    missing: tuple[str, ...]
+    """Keys of the state dict that the checkpoint does not have."""
+
+    unexpected: tuple[str, ...]
+    """Keys of the checkpoint that the state dict does not ask for."""
+
+    casts: tuple[Cast, ...]
+    """Casts that the dtype policy allowed."""
+
+    @property
+    def bytes_wanted(self) -> int:
+        """Bytes of all destination boxes, in the stored dtype."""
+        return sum(
+            box.numel * tensor.stored.dtype.itemsize
+            for tensor in self.tensors
+            for box in tensor.want.boxes
+        )
+
+
+def plan_reads(
+    catalog: Catalog,
+    wants: Mapping[str, Want],
+    *,
+    objects: Iterable[str] = (),
+    options: PlanOptions | None = None,
+) -> ReadPlan:
+    """Plan the reads of one rank.
+
+    Args:
+        catalog: What the checkpoint holds.
+        wants: What the rank wants of each tensor, by key of its state dict.
+        objects: Keys of its values that are not tensors.
+        options: How to treat what does not match.
+
+    Raises:
+        MissingTensorError: Keys are missing, and `on_missing` is ``"error"``; all are named.
+        ShapeMismatchError: Stored and wanted global shapes differ.
+        DtypeMismatchError: Stored and wanted dtypes differ, and the policy does not allow the cast.
+        ChunkCoverageError: The checkpoint does not hold all of a wanted tensor.
+        PlanError: A tensor is stored where an object is wanted, the reverse, or keys are
+        unexpected.
+    """
+    options = options or PlanOptions()
+    objects = list(objects)
+    keys = {fqn: options.stored_key(fqn) for fqn in (*wants, *objects)}
+    missing = tuple(fqn for fqn, key in keys.items() if key not in catalog)
+    if missing and options.on_missing == "error":
+        raise _missing_error(missing, keys, catalog)
+    used = set(keys.values())
+    unexpected = tuple(key for key in catalog.keys if key not in used)
+    if unexpected and options.on_unexpected == "error":
+        raise PlanError(
+            f"{len(unexpected)} keys of the checkpoint are not in the state dict: {_names(unexpected)}"
+        )
+    tensors: list[TensorPlan] = []
+    casts: list[Cast] = []
+    for fqn, want in wants.items():
+        key = keys[fqn]
+        if key not in catalog:
+            continue
+        stored = catalog.tensors.get(key)
+        if stored is None:
+            raise PlanError(
+                f"key `{fqn}`: the state dict has a tensor of shape {want.shape!r}, but the checkpoint "
+                f"has an object that is not a tensor",
+                fqn=fqn,
+            )
+        cast = _check_match(fqn, stored, want, options.dtype_policy)
+        if cast is not None:
+            casts.append(cast)
+        stored.check_coverage()
+        tensors.append(TensorPlan(fqn, stored, want, tuple(_plan_parts(stored, want))))
+    wanted_objects = tuple((fqn, keys[fqn]) for fqn in objects if keys[fqn] in catalog)
+    for fqn, key in wanted_objects:
+        if key in catalog.tensors:
+            raise PlanError(
+                f"key `{fqn}`: the checkpoint has a tensor of shape {catalog.tensors[key].shape!r}, but "
+                f"the state dict has a value that is not a tensor; put a tensor of that shape there",
+                fqn=fqn,
+            )
+    return ReadPlan(tuple(tensors), wanted_objects, missing, unexpected, tuple(casts))
+
+
+def _plan_parts(stored: StoredTensor, want: Want) -> Iterable[ReadPart]:
+    for shard, box in enumerate(want.boxes):
+        index, parts = stored.chunks.intersect(box)
+        for i, chunk in enumerate(index.tolist()):
+            yield ReadPart(chunk, shard, parts[i])
+
+
+def _check_match(fqn: str, stored: StoredTensor, want: Want, policy: DtypePolicy) -> Cast | None:
+    if stored.shape != want.shape:
+        raise ShapeMismatchError(
+            f"tensor `{fqn}`: stored shape {stored.shape!r}, wanted {want.shape!r}", fqn=fqn
+        )
+    if stored.dtype == want.dtype:
+        return None
+    if not _allows(policy, stored.dtype, want.dtype):
+        raise DtypeMismatchError(
+            f"tensor `{fqn}`: stored dtype {stored.dtype}, wanted {want.dtype}; the dtype policy "
+            f"{policy!r} does not allow this cast",
+            fqn=fqn,
+        )
+    return Cast(fqn, stored.dtype, want.dtype)
+
+
+def _allows(policy: DtypePolicy, stored: torch.dtype, wanted: torch.dtype) -> bool:
+    if policy == "exact":
+        return False
+    if stored.is_floating_point and wanted.is_floating_point and policy == "cast":
+        return True
+    same_kind = (stored.is_floating_point, stored.is_complex, stored == torch.bool) == (
+        wanted.is_floating_point,
+        wanted.is_complex,
+        wanted == torch.bool,
+    )
+    try:
+        return same_kind and torch.promote_types(stored, wanted) == wanted
+    except RuntimeError:
+        return False  # torch has no promotion for some pairs (float8, unsigned 16 to 64 bits)
+
+
+def _missing_error(
+    missing: tuple[str, ...], keys: Mapping[str, str], catalog: Catalog
+) -> MissingTensorError:
+    nearest = {fqn: difflib.get_close_matches(keys[fqn], catalog.keys, n=3) for fqn in missing[:3]}
+    hints = "; ".join(
+        f"nearest to `{fqn}`: {_names(near)}" for fqn, near in nearest.items() if near
+    )
+    return MissingTensorError(
+        f"{len(missing)} keys of the state dict are not in the checkpoint: {_names(missing)}"
+        + (f" ({hints})" if hints else ""),
+        fqn=missing[0],
+    )
+
+
+def _names(names: Iterable[str]) -> str:
+    names = list(names)
+    shown = ", ".join(f"`{name}`" for name in names[:_SHOWN_KEYS])
+    return shown + (f" and {len(names) - _SHOWN_KEYS} more" if len(names) > _SHOWN_KEYS else "")

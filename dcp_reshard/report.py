@@ -1,0 +1,149 @@
+"""What a load did: for a person at a terminal, and as a dict for a log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["LoadReport", "ReadStats"]
+
+_SHOWN = 5
+
+
+@dataclass(slots=True)
+class ReadStats:
+    """Counters of one `read_data`, filled while it runs (which is why it is not frozen)."""
+
+    bytes_read: int = 0
+    """Bytes requested from the storage, metadata included."""
+
+    requests: int = 0
+    """Requests made to the storage."""
+
+    bytes_direct: int = 0
+    """Bytes read straight into their destination."""
+
+    chunks_read: int = 0
+    """Stored chunks of which at least part was read."""
+
+    chunks_read_whole: tuple[str, ...] = ()
+    """Keys of chunks of unknown form, which were read whole through `torch.load`."""
+
+    records_verified: int = 0
+    """Records whose checksum was recomputed and agrees."""
+
+    records_unverified: int = 0
+    """Records that were read without their checksum being compared."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What one load did on one rank.
+
+    ``str(report)`` is a table, `to_dict` is for JSON.
+    """
+
+    checkpoint: str
+    """The checkpoint, as it was given."""
+
+    rank: int
+    """This rank."""
+
+    tensors: int
+    """Tensors filled, in whole or in part."""
+
+    objects: int
+    """Other values loaded."""
+
+    bytes_wanted: int
+    """Bytes of this rank's destinations, in the stored dtype."""
+
+    bytes_read: int
+    """Bytes requested from the storage, metadata included."""
+
+    bytes_direct: int
+    """Of these, bytes read straight into their destination."""
+
+    requests: int
+    """Requests made to the storage."""
+
+    chunks_read: int
+    """Stored chunks of which at least part was read."""
+
+    chunks_read_whole: tuple[str, ...]
+    """Keys of chunks of unknown form, which were read whole."""
+
+    records_verified: int
+    """Records whose checksum was recomputed and agrees."""
+
+    records_unverified: int
+    """Records that were read without their checksum being compared."""
+
+    casts: tuple[tuple[str, str, str], ...]
+    """Key, stored dtype and destination dtype of each cast."""
+
+    missing: tuple[str, ...]
+    """Keys that the checkpoint does not have, and that kept their values."""
+
+    unexpected: tuple[str, ...]
+    """Keys of the checkpoint that were not asked for."""
+
+    seconds: Mapping[str, float]
+    """Seconds by phase, ``"total"`` among them."""
+
+    @property
+    def read_amplification(self) -> float:
+        """Bytes read over bytes wanted; 0 if nothing was wanted."""
+        return self.bytes_read / self.bytes_wanted if self.bytes_wanted else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain numbers, strings, lists and dicts."""
+        plain = asdict(self)
+        plain["casts"] = [list(cast) for cast in self.casts]
+        for name in ("chunks_read_whole", "missing", "unexpected"):
+            plain[name] = list(plain[name])
+        plain["read_amplification"] = self.read_amplification
+        return plain
+
+    def __str__(self) -> str:
+        """A table of two columns."""
+        rows = [
+            ("checkpoint", f"{self.checkpoint} (rank {self.rank})"),
+            ("loaded", f"{self.tensors} tensors, {self.objects} other values"),
+            ("wanted", _bytes(self.bytes_wanted)),
+            (
+                "read",
+                f"{_bytes(self.bytes_read)} ({self.read_amplification:.2f} x wanted) in {self.requests} "
+                f"requests, {_bytes(self.bytes_direct)} straight into place",
+            ),
+            (
+                "verified",
+                f"{self.records_verified} records by checksum, {self.records_unverified} not",
+            ),
+            ("seconds", ", ".join(f"{name} {s:.3f}" for name, s in self.seconds.items())),
+        ]
+        casts = [f"{fqn} ({stored} to {wanted})" for fqn, stored, wanted in self.casts]
+        for label, names in (
+            ("cast", casts),
+            ("missing", self.missing),
+            ("unexpected", self.unexpected),
+            ("read whole", self.chunks_read_whole),
+        ):
+            if names:
+                more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+                rows.append((label, f"{len(names)}: {', '.join(names[:_SHOWN])}{more}"))
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
