@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor import Shard as TorchShard
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import (
     ShardedTensorMetadata,
 )
 from torch.distributed._shard.sharded_tensor.metadata import (
     TensorProperties as ShardedTensorProperties,
 )
+from torch.distributed._shard.sharded_tensor.shard import Shard as TorchShard
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict as _flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element as _set_element
 from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
@@ -71,7 +71,8 @@ def dtensor_cuts(tensor: DTensor, *, fqn: str) -> list[Cut] | None:
         if not isinstance(placement, (Shard, _StridedShard)):
             raise LayoutError(
                 f"tensor `{fqn}`: placement {placement!r} on mesh axis {axis} is not a shard or a "
-                f"replica, so no element of the checkpoint belongs to one rank of it; placements are "
+                f"replica, so no element of the checkpoint belongs to one rank of it; placements "
+                f"are "
                 f"{tensor.placements!r}",
                 fqn=fqn,
             )
@@ -141,9 +142,7 @@ def empty_sharded_tensor_like(
 
 
 def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """Values by dotted name, and the key path of each name, as `dcp.save` of torch 2.4 and later
-    does.
-    """
+    """Values and key paths by dotted name, as `dcp.save` of torch 2.4 and later makes them."""
     return _flatten_state_dict(dict(state_dict))
 
 

@@ -79,7 +79,7 @@ def load(
         ),
         allowed_classes=allowed_classes,
     )
-    with _progress_bar(progress and rank == 0) as on_progress:
+    with _progress_bar(show=progress and rank == 0) as on_progress:
         reader = ReshardStorageReader(
             checkpoint_id,
             mode=mode,
@@ -134,7 +134,7 @@ def make_report(plan: ReadPlan, reader: ReshardStorageReader, *, rank: int) -> L
 
 
 @contextmanager
-def _progress_bar(show: bool) -> Iterator[Callable[[int, int], None] | None]:
+def _progress_bar(*, show: bool) -> Iterator[Callable[[int, int], None] | None]:
     if not show:
         yield None
         return

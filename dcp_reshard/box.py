@@ -178,7 +178,7 @@ class Defect:
 
 
 def find_defect(boxes: BoxArray, within: Box) -> Defect | None:
-    """The first region of `within` that the boxes do not cover exactly once, or None if they tile it.
+    """The first region of `within` not covered exactly once, or None if the boxes tile it.
 
     Args:
         boxes: Any boxes; parts outside of `within` are ignored.
@@ -201,6 +201,8 @@ def find_defect(boxes: BoxArray, within: Box) -> Defect | None:
     if math.prod(cells) > _MAX_CELLS:
         return _find_defect_in_halves(parts, within, edges)
 
+    if math.prod(cells) == 1:
+        return None if len(parts) == 1 else Defect(within, len(parts))
     # Dims that no edge cuts have one cell and need no difference: with them out of the way the
     # number of corners below stays at 2 ** (dims that are really cut).
     cut = [d for d in range(within.ndim) if cells[d] > 1]
@@ -209,15 +211,14 @@ def find_defect(boxes: BoxArray, within: Box) -> Defect | None:
     counts = np.zeros([cells[d] + 1 for d in cut], dtype=np.int64)
     for corner in itertools.product((0, 1), repeat=len(cut)):
         index = tuple(last[i] if end else first[i] for i, end in enumerate(corner))
-        np.add.at(counts, index or (...,), (-1) ** sum(corner) * (1 if cut else len(parts)))
+        np.add.at(counts, index, (-1) ** sum(corner))
     for axis in range(len(cut)):
         np.cumsum(counts, axis=axis, out=counts)
     counts = counts[(slice(None, -1),) * len(cut)]
-
     wrong = np.flatnonzero(counts.reshape(-1) != 1)
     if not len(wrong):
         return None
-    where = np.unravel_index(wrong[0], counts.shape) if cut else ()
+    where = np.unravel_index(wrong[0], counts.shape)
     cell = dict(zip(cut, (int(w) for w in where), strict=True))
     low = tuple(int(edges[d][cell.get(d, 0)]) for d in range(within.ndim))
     high = tuple(int(edges[d][cell.get(d, 0) + 1]) for d in range(within.ndim))

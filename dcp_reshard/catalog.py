@@ -76,9 +76,12 @@ class StoredTensor:
             offsets: First index of the chunk in each dim.
             hint: The number that it probably has.
         """
-        if hint is not None and hint < len(self.chunks):
-            if tuple(self.chunks.offsets[hint].tolist()) == offsets:
-                return hint
+        if (
+            hint is not None
+            and hint < len(self.chunks)
+            and tuple(self.chunks.offsets[hint].tolist()) == offsets
+        ):
+            return hint
         (found,) = np.nonzero(
             (self.chunks.offsets == np.array(offsets, dtype=np.int64)).all(axis=1)
         )
@@ -95,7 +98,8 @@ class StoredTensor:
             return
         kind = "no chunk" if defect.count == 0 else f"{defect.count} chunks"
         raise ChunkCoverageError(
-            f"tensor `{self.fqn}`: the checkpoint stores region {defect.box} of shape {self.shape!r} in "
+            f"tensor `{self.fqn}`: the checkpoint stores region {defect.box} of shape "
+            f"{self.shape!r} in "
             f"{kind}; the checkpoint itself is wrong, nothing was loaded",
             fqn=self.fqn,
         )
@@ -170,6 +174,18 @@ class Catalog:
                 file=name,
                 start=int(starts[i + 1]),
             )
+
+    def find_key(self, file: str, byte: int) -> str | None:
+        """The key whose item occupies this byte of a file, or None."""
+        number = self.files.index(file) if file in self.files else -1
+        for fqn, stored in self.tensors.items():
+            inside = (stored.starts <= byte) & (byte < stored.starts + stored.lengths)
+            if bool((inside & (stored.files == number)).any()):
+                return fqn
+        for fqn, item in self.objects.items():
+            if item.file == number and item.start <= byte < item.start + item.length:
+                return fqn
+        return None
 
     def key_path(self, fqn: str) -> KeyPath:
         """The recorded path of a key; the key itself, as one part, if none was recorded."""

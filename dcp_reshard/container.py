@@ -112,9 +112,7 @@ def _read_end(length: int, read: Read) -> tuple[int, int, int]:
 def _read_entry(
     directory: bytes, position: int, limit: int, read: Read, expected: int
 ) -> tuple[Record, int, int]:
-    """The record of a directory entry, where the next entry starts, and where the next record
-    starts.
-    """
+    """A directory entry's record, and where the next entry and the next record start."""
     fields = _ENTRY.unpack_from(directory, position)
     magic, _, _, flags, method, _, _, crc, packed, length, n_name, n_extra, n_comment, disk, *_ = (
         fields
@@ -164,9 +162,7 @@ def _read_entry(
 
 
 def _widen(extra: bytes, fields: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Size in the container, size and start, from the zip64 extra field where the short ones are
-    full.
-    """
+    """Packed size, size and start; from the zip64 field where the short ones are full."""
     wide = b""
     position = 0
     while position + 4 <= len(extra):
@@ -187,9 +183,15 @@ def _widen(extra: bytes, fields: tuple[int, int, int]) -> tuple[int, int, int]:
 
 
 def read_record(record: Record, read: Read) -> bytes:
+    """The contents of a record, compared with its checksum.
+
+    Raises:
+        CorruptRecordError: They differ.
+    """
     data = read(record.start, record.start + record.length)
     if record.crc and zlib.crc32(data) != record.crc:
         raise CorruptRecordError(
-            f"record `{record.name}`: CRC-32 is {zlib.crc32(data):#010x}, recorded was {record.crc:#010x}"
+            f"record `{record.name}`: CRC-32 is {zlib.crc32(data):#010x}, recorded was "
+            f"{record.crc:#010x}"
         )
     return data

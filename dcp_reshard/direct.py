@@ -277,7 +277,8 @@ class DirectRead:
                 raise CheckpointFormatError(f"the file holds a {kind}, which cannot be resharded")
             if tuple(value.shape) != sizes or value.dtype != stored.dtype:
                 raise CheckpointFormatError(
-                    f"the file holds shape {tuple(value.shape)!r} of {value.dtype}, the metadata say "
+                    f"the file holds shape {tuple(value.shape)!r} of {value.dtype}, the metadata "
+                    f"say "
                     f"{sizes!r} of {stored.dtype}"
                 )
         self.chunks_read_whole.append(stored.fqn)

@@ -38,6 +38,7 @@ __all__ = [
     "MissingExtraError",
     "MissingTensorError",
     "OptimizerStateError",
+    "PeerFailedError",
     "PlanError",
     "ReshardError",
     "ShapeMismatchError",
@@ -136,6 +137,10 @@ class OptimizerStateError(ReshardError, ValueError):
 
 class StorageError(ReshardError, OSError):
     """A file of the checkpoint is missing, too short, changed during the load, or not a file."""
+
+
+class PeerFailedError(ReshardError, RuntimeError):
+    """Another rank of the load has failed; that rank raises the cause."""
 
 
 class MissingExtraError(ReshardError, ImportError):

@@ -1,4 +1,4 @@
-"""The 2-D layout collector: which boxes of each global tensor does this rank hold, and where in memory?
+"""The 2-D layout collector: which boxes of a tensor does this rank hold, where in memory?
 
 Everything that a state dict can hold of a tensor is brought to one shape, a list of `LocalShard`: a
 box in global coordinates and the view of local memory that it fills.
@@ -120,7 +120,8 @@ def _collect_dtensor_shards(fqn: str, tensor: DTensor) -> Iterator[LocalShard]:
     local = tensor.to_local().detach()
     if isinstance(local, (DTensor, ShardedTensor)):
         raise LayoutError(
-            f"tensor `{fqn}`: a DTensor whose local tensor is a {type(local).__name__} is not supported",
+            f"tensor `{fqn}`: a DTensor whose local tensor is a {type(local).__name__} is not "
+            f"supported",
             fqn=fqn,
         )
     shape, boxes = plan_shard_boxes(tuple(tensor.size()), cuts)
@@ -140,7 +141,8 @@ def _check_shape(fqn: str, described: tuple[int, ...], real: tuple[int, ...], by
     if described == real or (0 in described and 0 in real):
         return
     raise LayoutError(
-        f"tensor `{fqn}`: the local tensor has shape {real!r}, but {by} give this rank {described!r}; "
+        f"tensor `{fqn}`: the local tensor has shape {real!r}, but {by} give this rank "
+        f"{described!r}; "
         f"loading would put rows in the wrong place",
         fqn=fqn,
     )
@@ -161,7 +163,8 @@ def _check_writable(fqn: str, shard: LocalShard, whole: Box) -> None:
         )
     if any(st == 0 and s > 1 for st, s in zip(tensor.stride(), tensor.size(), strict=True)):
         raise LayoutError(
-            f"tensor `{fqn}`: an expanded tensor (strides {tensor.stride()!r}) cannot be loaded in place: "
+            f"tensor `{fqn}`: an expanded tensor (strides {tensor.stride()!r}) cannot be loaded "
+            f"in place: "
             f"several of its elements share memory",
             fqn=fqn,
         )

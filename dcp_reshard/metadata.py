@@ -18,6 +18,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,7 +93,8 @@ def read_catalog(source: ByteSource) -> Catalog:
         shown = ", ".join(names[:8]) or "nothing"
         raise StorageError(
             f"no `{METADATA_FILE}` in the checkpoint; it holds {shown}"
-            f"{' and more' if len(names) > 8 else ''}. DCP writes this file last: without it the save "
+            f"{' and more' if len(names) > 8 else ''}. DCP writes this file last: without it the "
+            f"save "
             f"was interrupted, or this is not the folder of a checkpoint",
             file=METADATA_FILE,
         )
@@ -155,7 +157,8 @@ class _CatalogBuilder:
         if places:
             fqn, offset = next(iter(places))
             raise CheckpointFormatError(
-                f"key `{fqn}`: {len(places)} storage entries belong to no chunk, the first at {offset!r}",
+                f"key `{fqn}`: {len(places)} storage entries belong to no chunk, the first at "
+                f"{offset!r}",
                 fqn=fqn,
             )
         self._add_key_paths(metadata.planner_data, described)
@@ -193,13 +196,15 @@ class _CatalogBuilder:
         for number, least in ((place.offset, 0), (place.length, 1)):
             if type(number) is not int or not least <= number < 1 << 62:
                 raise CheckpointFormatError(
-                    f"key `{fqn}`: offset {place.offset!r:.100}, length {place.length!r:.100} in file "
+                    f"key `{fqn}`: offset {place.offset!r:.100}, length {place.length!r:.100} in "
+                    f"file "
                     f"{name!r} are not a range of bytes",
                     file=name,
                 )
         if place.transform_descriptors:
             raise CheckpointFormatError(
-                f"key `{fqn}`: stored through stream transforms {place.transform_descriptors!r:.200}, "
+                f"key `{fqn}`: stored through stream transforms "
+                f"{place.transform_descriptors!r:.200}, "
                 f"which are not supported",
                 file=name,
             )
@@ -214,7 +219,8 @@ class _CatalogBuilder:
         shape, dtype = entry.size, getattr(entry.properties, "dtype", None)
         if type(shape) is not tuple or len(shape) > _MAX_DIMS or not isinstance(dtype, torch.dtype):
             raise CheckpointFormatError(
-                f"tensor `{fqn}`: shape {shape!r:.200} or dtype {dtype!r:.100} is not understood (up to "
+                f"tensor `{fqn}`: shape {shape!r:.200} or dtype {dtype!r:.100} is not understood "
+                f"(up to "
                 f"{_MAX_DIMS} dims are)",
                 fqn=fqn,
             )
@@ -234,7 +240,8 @@ class _CatalogBuilder:
             box = Box(chunk.offsets, chunk.sizes)
             if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
                 raise CheckpointFormatError(
-                    f"tensor `{fqn}`: a chunk of {len(box.offsets)} dims in a tensor of {len(shape)}",
+                    f"tensor `{fqn}`: a chunk of {len(box.offsets)} dims in a tensor of "
+                    f"{len(shape)}",
                     fqn=fqn,
                 )
             if not whole.contains(box):
@@ -273,7 +280,7 @@ class _CatalogBuilder:
                 self.key_paths.setdefault(fqn, parts)
 
 
-def _mapping(value: object, name: str) -> dict[str, object]:
+def _mapping(value: object, name: str) -> dict[Any, object]:
     if type(value) is not dict:
         raise CheckpointFormatError(f"{name} is a {type(value).__name__}, not a dict")
     return value

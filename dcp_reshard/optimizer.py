@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import LoadPlanner, StorageReader
+from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_reshard._torch import (
     DTensor,

@@ -90,7 +90,8 @@ def probe_payload(length: int, read: Read) -> Payload | None:
     last = offset + sum(st * (s - 1) for st, s in zip(strides, shape, strict=True)) + 1
     if 0 not in shape and last * dtype.itemsize > record.length:
         raise CheckpointFormatError(
-            f"a tensor of shape {shape!r}, strides {strides!r} and offset {offset} does not fit into "
+            f"a tensor of shape {shape!r}, strides {strides!r} and offset {offset} does not fit "
+            f"into "
             f"the {record.length} bytes of its storage"
         )
     if _overlaps(shape, strides):
@@ -114,9 +115,7 @@ _Described = tuple[str, torch.dtype, int, int, tuple[int, ...], tuple[int, ...]]
 
 
 def _describe_tensor(pickle: bytes) -> _Described | None:
-    """Storage key, dtype, storage bytes, offset, shape and strides; None if it is not a dense
-    tensor.
-    """
+    """What the pickle says of a tensor; None if that is not one dense tensor."""
     value = _interpret(pickle)
     while isinstance(value, _Call) and value.function == "torch._utils _rebuild_parameter":
         value = value.args[0] if value.args else None
@@ -154,9 +153,14 @@ def _describe_tensor(pickle: bytes) -> _Described | None:
     if dtype is None or not isinstance(shape, tuple) or not isinstance(strides, tuple):
         return None
     numbers = (numel, offset, *shape, *strides)
-    if len(shape) != len(strides) or any(type(n) is not int or n < 0 for n in numbers):
+    if (
+        len(shape) != len(strides)
+        or not isinstance(offset, int)
+        or any(type(n) is not int or n < 0 for n in numbers)
+    ):
         raise CheckpointFormatError(
-            f"a tensor with offset {offset!r}, shape {shape!r}, strides {strides!r} in a storage of "
+            f"a tensor with offset {offset!r}, shape {shape!r}, strides {strides!r} in a storage "
+            f"of "
             f"{numel!r} elements cannot exist"
         )
     return key, dtype, numel * unit, offset, shape, strides
@@ -206,7 +210,7 @@ class _Call:
 _MARK = object()
 
 
-def _interpret(pickle: bytes) -> object:
+def _interpret(pickle: bytes) -> object:  # noqa: C901  one branch per opcode
     """What a pickle says, as data: globals, calls and persistent ids stay names.
 
     Returns:

@@ -66,7 +66,8 @@ class PlanOptions:
     """A key that only the checkpoint has is reported, or fails the load."""
 
     dtype_policy: DtypePolicy = "exact"
-    """Stored and wanted dtype must be equal (``"exact"``), may be cast without loss (``"widen"``), or may
+    """Stored and wanted dtype must be equal (``"exact"``), may be cast without loss "
+    "(``"widen"``), or may
     be cast from any floating type to any other (``"cast"``; an overflow is an error)."""
 
     rename: Rename | None = None
@@ -212,7 +213,8 @@ def plan_reads(
     unexpected = tuple(key for key in catalog.keys if key not in used)
     if unexpected and options.on_unexpected == "error":
         raise PlanError(
-            f"{len(unexpected)} keys of the checkpoint are not in the state dict: {_names(unexpected)}"
+            f"{len(unexpected)} keys of the checkpoint are not in the state dict: "
+            f"{_names(unexpected)}"
         )
     tensors: list[TensorPlan] = []
     casts: list[Cast] = []
@@ -223,7 +225,8 @@ def plan_reads(
         stored = catalog.tensors.get(key)
         if stored is None:
             raise PlanError(
-                f"key `{fqn}`: the state dict has a tensor of shape {want.shape!r}, but the checkpoint "
+                f"key `{fqn}`: the state dict has a tensor of shape {want.shape!r}, but the "
+                f"checkpoint "
                 f"has an object that is not a tensor",
                 fqn=fqn,
             )
@@ -236,8 +239,10 @@ def plan_reads(
     for fqn, key in wanted_objects:
         if key in catalog.tensors:
             raise PlanError(
-                f"key `{fqn}`: the checkpoint has a tensor of shape {catalog.tensors[key].shape!r}, but "
-                f"the state dict has a value that is not a tensor; put a tensor of that shape there",
+                f"key `{fqn}`: the checkpoint has a tensor of shape "
+                f"{catalog.tensors[key].shape!r}, but "
+                f"the state dict has a value that is not a tensor; put a tensor of that shape "
+                f"there",
                 fqn=fqn,
             )
     return ReadPlan(tuple(tensors), wanted_objects, missing, unexpected, tuple(casts))

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, Metadata
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from dcp_reshard._torch import (
     DTensor,
@@ -38,7 +38,7 @@ __all__ = ["ReshardLoadPlanner"]
 
 
 class ReshardLoadPlanner(DefaultLoadPlanner):
-    """Plans a load into any layout, and proves that the checkpoint covers it before anything is written.
+    """Plans a load into any layout, and proves its coverage before anything is written.
 
     Works with any `StorageReader`; with `ReshardStorageReader` only the byte ranges needed are
     read.
@@ -135,7 +135,8 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
                 loaded = torch.load(value, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise UnsafeCheckpointError(
-                f"object `{fqn}`: not plain data, and nothing else is loaded from a checkpoint unless its "
+                f"object `{fqn}`: not plain data, and nothing else is loaded from a checkpoint "
+                f"unless its "
                 f"class is listed in `allowed_classes` ({str(error)[:500]})",
                 fqn=fqn,
             ) from error

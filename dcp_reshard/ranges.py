@@ -1,4 +1,4 @@
-"""Ranges in byte space: which bytes of a stored array hold a box, and in how many requests to read them?
+"""Ranges in byte space: which bytes hold a box, and in how many requests to read them?
 
 A box inside a strided array is a set of *runs* of bytes at regular steps. `plan_spans` turns it
 into sub-boxes, each of which is to be read by one request over its whole *span* (first to last
@@ -74,7 +74,7 @@ class RangeGroup:
 
 
 def join_gap(run: int, request_bytes: int) -> int:
-    """The largest gap, in bytes, that is worth reading to join runs of `run` bytes into one request.
+    """The largest gap worth reading to join runs of `run` bytes into one request.
 
     A request costs about as much time as reading `request_bytes`, so a gap below that is cheaper
     read than skipped. Runs of at least `request_bytes` pay for their own request: there a gap of at

@@ -30,20 +30,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, StorageReader
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_reshard.catalog import Catalog, CatalogSource
 from dcp_reshard.direct import DirectRead, WantedPart
-from dcp_reshard.errors import InconsistentRanksError, PlanError
+from dcp_reshard.errors import InconsistentRanksError, PeerFailedError, PlanError
 from dcp_reshard.metadata import DcpCheckpoint
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.report import ReadStats
 from dcp_reshard.storage import CountingSource
 from dcp_reshard.torch_metadata import catalog_of, to_torch_metadata
-from dcp_reshard.verdict import check_records
+from dcp_reshard.verdict import all_ranks_succeeded, check_records
 
 __all__ = ["ReshardStorageReader"]
 
@@ -124,7 +124,7 @@ class ReshardStorageReader(StorageReader):
 
     # No parameter may be named `kwargs` here: torch 2.13 looks for that name, takes it to mean that
     # per-rank metadata can be read, and then falls back on this rank alone while others wait.
-    def read_metadata(self) -> Metadata:  # type: ignore[override]
+    def read_metadata(self) -> Metadata:
         """Read the metadata, and nothing else.
 
         Raises:
@@ -142,7 +142,11 @@ class ReshardStorageReader(StorageReader):
         meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
         return to_torch_metadata(catalog, storage_meta=meta)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:  # type: ignore[override]
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,
+    ) -> None:
         """Take the catalog out of the metadata."""
         self._catalog: Catalog = catalog_of(metadata)
         if self._source is None:
@@ -189,23 +193,19 @@ class ReshardStorageReader(StorageReader):
             PlanError: The plan was changed by a planner, although it never left this rank.
         """
         assert self._source is not None
-        items = self._planned_items(plan)
+        exchange = self._exchanges(plan)
         started = time.perf_counter()
-        parts, objects = self._resolve(items, planner)
-        read = DirectRead(self._source, self._catalog, self.options, self.on_progress)
+        parts, objects = self._resolve(self._planned_items(plan), planner)
         resolved = time.perf_counter()
-        try:
-            read.run(
-                [part for _, part in parts],
-                [self._catalog.objects[item.storage_index.fqn] for item in objects],
-            )
-            finished = time.perf_counter()
-            verdict = check_records(
-                read.records,
-                verify=self.options.verify,
-            )
-        finally:
-            self._source.close()
+        read = self._read(parts, objects, exchange=exchange)
+        finished = time.perf_counter()
+        verdict = check_records(
+            read.records,
+            self._catalog,
+            verify=self.options.verify,
+            exchange=exchange,
+            group=self.process_group,
+        )
         for item in objects:
             planner.load_bytes(item, io.BytesIO(read.objects[item.storage_index.fqn]))
         for item, part in parts:
@@ -227,13 +227,61 @@ class ReshardStorageReader(StorageReader):
         future.set_result(None)
         return future
 
+    def _exchanges(self, plan: LoadPlan) -> bool:
+        """Whether the ranks of this load can make collective calls of their own."""
+        num_ranks = plan.storage_data.num_ranks if isinstance(plan.storage_data, _PlanDigest) else 1
+        if num_ranks == 1:
+            return False
+        size = dist.get_world_size(self.process_group)
+        if size == num_ranks:
+            return self.options.verify != "off"
+        if self.process_group is not None:
+            raise PlanError(
+                f"{num_ranks} ranks take part in the load, but the reader was given a process "
+                f"group of "
+                f"{size}"
+            )
+        # `dcp.load(process_group=...)` does not tell the reader which group it is.
+        logger.info(
+            "the load runs on %d of %d ranks: give the reader its process group, so that parts of "
+            "records read by several ranks can be verified together",
+            num_ranks,
+            size,
+        )
+        return False
+
+    def _read(
+        self,
+        parts: Sequence[tuple[ReadItem, WantedPart]],
+        objects: Sequence[ReadItem],
+        *,
+        exchange: bool,
+    ) -> DirectRead:
+        """Read; on a failure of this rank or, where it can be known, of another, raise."""
+        assert self._source is not None
+        read = DirectRead(self._source, self._catalog, self.options, self.on_progress)
+        ok = False
+        try:
+            read.run(
+                [part for _, part in parts],
+                [self._catalog.objects[item.storage_index.fqn] for item in objects],
+            )
+            self._source.close()
+            ok = True
+        finally:
+            all_ok = all_ranks_succeeded(ok=ok, group=self.process_group) if exchange else ok
+        if not all_ok:
+            raise PeerFailedError("the read of another rank failed; see its error")
+        return read
+
     def _planned_items(self, plan: LoadPlan) -> Sequence[ReadItem]:
         digest = plan.storage_data
         if not self.options.keep_plan_local or not isinstance(digest, _PlanDigest):
             return plan.items
         if plan.items or digest.num_items != len(self._items):
             raise PlanError(
-                "the planner changed the plan after it was made, but the plan had been kept on this "
+                "the planner changed the plan after it was made, but the plan had been kept on "
+                "this "
                 "rank; use `ReaderOptions(keep_plan_local=False)` with this planner"
             )
         return self._items
@@ -253,7 +301,9 @@ class ReshardStorageReader(StorageReader):
                 objects.append(item)
                 continue
             stored = self._catalog.tensors.get(index.fqn)
-            chunk = stored and stored.find_chunk(tuple(index.offset or ()), index.index)
+            chunk = None
+            if stored is not None:
+                chunk = stored.find_chunk(tuple(index.offset or ()), index.index)
             if stored is None or chunk is None:
                 raise PlanError(
                     f"key `{index.fqn}`: the checkpoint has no chunk at {index.offset!r}",

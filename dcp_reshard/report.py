@@ -117,7 +117,8 @@ class LoadReport:
             ("wanted", _bytes(self.bytes_wanted)),
             (
                 "read",
-                f"{_bytes(self.bytes_read)} ({self.read_amplification:.2f} x wanted) in {self.requests} "
+                f"{_bytes(self.bytes_read)} ({self.read_amplification:.2f} x wanted) in "
+                f"{self.requests} "
                 f"requests, {_bytes(self.bytes_direct)} straight into place",
             ),
             (

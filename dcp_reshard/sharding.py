@@ -1,4 +1,4 @@
-"""Cuts of one tensor dim: which of its indices does a rank hold after the dim was cut over mesh axes?
+"""Cuts of a tensor dim: which of its indices does a rank hold after mesh axes have cut it?
 
 Indices are held as *runs* (start, length), never as a list of indices. A plain cut over n ranks
 gives each `ceil(len / n)` consecutive indices of what was held before, the last ones fewer or none,

@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from dcp_reshard.errors import StorageError, UnsafeCheckpointError
@@ -182,7 +183,7 @@ class LocalSource:
     def names(self) -> list[str]:
         """Names of the entries of the folder, sorted."""
         try:
-            return sorted(os.listdir(self.root))
+            return sorted(entry.name for entry in Path(self.root).iterdir())
         except OSError as error:
             raise StorageError(f"folder {os.fspath(self.root)!r}: {error.strerror}") from error
 
@@ -192,9 +193,7 @@ class LocalSource:
             return file.size
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers with the bytes that start at `offset`, by as few calls as the kernel
-        needs.
-        """
+        """Fill the buffers with the bytes that start at `offset`, in as few calls as possible."""
         todo = [b for b in buffers if b.nbytes]
         with self._open(name) as file:
             position = offset
@@ -203,7 +202,8 @@ class LocalSource:
                 if count == 0:
                     wanted = sum(b.nbytes for b in buffers)
                     raise StorageError(
-                        f"file {name!r}: ends at byte {position}, {wanted} bytes from byte {offset} "
+                        f"file {name!r}: ends at byte {position}, {wanted} bytes from byte "
+                        f"{offset} "
                         f"were to be read",
                         file=name,
                         start=offset,
@@ -224,9 +224,9 @@ class LocalSource:
             os.close(file.fd)
         for name, identity in seen.items():
             try:
-                now = _identity(os.stat(os.path.join(self.root, name), follow_symlinks=False))
+                now = _identity((Path(self.root) / name).lstat())
             except FileNotFoundError:
-                continue  # deleted: what was open stayed readable, so nothing that was read is in doubt
+                continue  # what was open stayed readable: nothing that was read is in doubt
             except OSError as error:
                 raise self._error(name, error) from error
             if now != identity:
@@ -255,7 +255,7 @@ class LocalSource:
                 file.users -= 1
 
     def _open_regular(self, name: str) -> _OpenFile:
-        path = os.path.join(self.root, check_file_name(name))
+        path = Path(self.root) / check_file_name(name)
         # O_NONBLOCK: opening a FIFO for reading would wait for a writer. O_NOFOLLOW: a link would
         # lead out of the folder.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -302,7 +302,8 @@ def open_source(checkpoint: str | os.PathLike[str]) -> ByteSource:
     """
     if "://" in os.fspath(checkpoint):
         raise StorageError(
-            f"checkpoint {os.fspath(checkpoint)!r}: only folders of a local or mounted file system are "
+            f"checkpoint {os.fspath(checkpoint)!r}: only folders of a local or mounted file "
+            f"system are "
             f"supported, not URLs"
         )
     return LocalSource(checkpoint)

@@ -23,7 +23,7 @@ def run_threads(
     threads: int,
     on_result: Callable[[Result], None],
 ) -> None:
-    """Call `function` for each item on `threads` threads, and `on_result` for each result in this one.
+    """Call `function` for each item on some threads, and `on_result` for each result in this one.
 
     On an error, or an interrupt in this thread, no further item is started, those under way are
     waited for (they write to memory that the caller owns), and the error is raised.

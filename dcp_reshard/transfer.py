@@ -1,4 +1,4 @@
-"""Stored bytes into destination memory: what is asked of the storage, and how the bytes get into place.
+"""Stored bytes into destination memory: what to ask of the storage, how to get it in place.
 
 `plan_requests` cuts the parts of all chunks into spans and groups these into requests.
 `Transfer.run` performs the requests on a few threads. A request fills a list of buffers with
@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
@@ -189,7 +190,7 @@ class Transfer:
         pool: SimpleQueue[_Staging] = SimpleQueue()
         for _ in range(self.threads * (2 if cuda else 1)):
             pool.put(_Staging(self.max_bytes, pinned=cuda))
-        stream = torch.cuda.Stream() if cuda else None
+        stream = torch.cuda.Stream() if cuda else None  # type: ignore[no-untyped-call]
         run_threads(
             lambda request: self._perform(request, pool, stream),
             requests,
@@ -218,7 +219,7 @@ class Transfer:
             for memory, piece in zip(direct, request.pieces, strict=True)
         ]
         buffer = staging.take(sum(staged)) if any(staged) else torch.empty(0, dtype=torch.uint8)
-        view = memoryview(buffer.numpy())
+        view = _memory(buffer)
         junk = memoryview(bytearray(_JUNK_BYTES)) if len(request.pieces) > 1 else memoryview(b"")
         buffers: list[memoryview] = []
         filled: list[memoryview] = []
@@ -258,10 +259,13 @@ def _align(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
+def _memory(tensor: torch.Tensor) -> memoryview:
+    array: Any = tensor.numpy()
+    return memoryview(array)
+
+
 def _direct_memory(piece: _Piece) -> memoryview | None:
-    """The destination's own bytes for the piece, or None if they are not one block in stored
-    order.
-    """
+    """The destination's own bytes for the piece; None unless they are one block in its order."""
     dest, payload, span = piece.part.dest, piece.part.payload, piece.span
     if (
         not dest.is_cpu
@@ -276,7 +280,7 @@ def _direct_memory(piece: _Piece) -> memoryview | None:
         if size > 1 and stride * dest.itemsize != stored:
             return None
     flat = torch.as_strided(dest, (dest.numel(),), (1,), dest.storage_offset())
-    return memoryview(flat.view(torch.uint8).numpy())
+    return _memory(flat.view(torch.uint8))
 
 
 def _copy_piece(piece: _Piece, buffer: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
@@ -316,6 +320,7 @@ def _check_overflow(fqn: str, source: torch.Tensor, cast: torch.Tensor) -> None:
     if bool(lost.any()):
         raise DtypeMismatchError(
             f"tensor `{fqn}`: {int(lost.sum())} values overflow when {source.dtype} is cast to "
-            f"{cast.dtype}, the first is {wide[lost][0].item()!r}; the destination is undefined now",
+            f"{cast.dtype}, the first is {wide[lost][0].item()!r}; the destination is undefined "
+            f"now",
             fqn=fqn,
         )

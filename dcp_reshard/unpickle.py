@@ -124,13 +124,13 @@ class _Entry:
     _optional: ClassVar[frozenset[str]] = frozenset()
 
     def __setstate__(self, state: object) -> None:
-        names = type(self).__slots__
+        names: tuple[str, ...] = type(self).__slots__
         if type(state) is not dict:
             raise CheckpointFormatError(
                 f"{type(self).__name__}: state of type {type(state).__name__}"
             )
-        if hasattr(self, names[0]) if names else state:
-            raise CheckpointFormatError(f"{type(self).__name__}: state is set twice or has fields")
+        if any(hasattr(self, name) for name in names):
+            raise CheckpointFormatError(f"{type(self).__name__}: state is set twice")
         for name in names:
             if name not in state and name not in self._optional:
                 raise CheckpointFormatError(f"{type(self).__name__}: field {name!r} is missing")
@@ -146,11 +146,21 @@ class MetadataEntry(_Entry):
     __slots__ = ("planner_data", "state_dict_metadata", "storage_data", "storage_meta", "version")
     _optional = frozenset({"planner_data", "storage_meta", "version"})
 
+    planner_data: Any
+    state_dict_metadata: Any
+    storage_data: Any
+    storage_meta: Any
+    version: Any
+
 
 class TensorEntry(_Entry):
     """Stands for `TensorStorageMetadata`."""
 
     __slots__ = ("chunks", "properties", "size")
+
+    chunks: Any
+    properties: Any
+    size: Any
 
 
 class BytesEntry(_Entry):
@@ -164,12 +174,19 @@ class ChunkEntry(_Entry):
 
     __slots__ = ("offsets", "sizes")
 
+    offsets: Any
+    sizes: Any
+
 
 class IndexEntry(_Entry):
     """Stands for `MetadataIndex`; told apart by identity, so duplicates stay visible."""
 
     __slots__ = ("fqn", "index", "offset")
     _optional = frozenset({"offset", "index"})
+
+    fqn: Any
+    index: Any
+    offset: Any
 
 
 class StorageEntry(_Entry):
@@ -178,12 +195,22 @@ class StorageEntry(_Entry):
     __slots__ = ("length", "offset", "relative_path", "transform_descriptors")
     _optional = frozenset({"transform_descriptors"})
 
+    length: Any
+    offset: Any
+    relative_path: Any
+    transform_descriptors: Any
+
 
 class StorageMetaEntry(_Entry):
     """Stands for `StorageMeta`."""
 
     __slots__ = ("checkpoint_id", "load_id", "modules", "save_id")
     _optional = frozenset(__slots__)
+
+    checkpoint_id: Any
+    load_id: Any
+    modules: Any
+    save_id: Any
 
 
 class _Properties:
@@ -214,6 +241,10 @@ class _Function:
         raise CheckpointFormatError("a function cannot be given state")
 
 
+def _ignored(argument: object) -> None:
+    """Stand for a value that the catalog does not keep."""
+
+
 def _size(values: object) -> tuple[int, ...]:
     if type(values) is not tuple and type(values) is not list:
         raise CheckpointFormatError(f"a size of type {type(values).__name__}")
@@ -240,11 +271,11 @@ _NAMES: dict[tuple[str, str], object] = {
     (_METADATA, "TensorProperties"): _Properties,
     (_METADATA, "MetadataIndex"): IndexEntry,
     (_METADATA, "StorageMeta"): StorageMetaEntry,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _Function(lambda code: None),
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _Function(_ignored),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageEntry,
-    ("torch.serialization", "_get_layout"): _Function(lambda name: None),
+    ("torch.serialization", "_get_layout"): _Function(_ignored),
     ("torch", "Size"): _Function(_size),
-    ("collections", "OrderedDict"): _Function(lambda *items: dict(*items)),
+    ("collections", "OrderedDict"): _Function(dict),
     # Python 3.13 pickles paths under `pathlib._local`. A path of the other system is a string here.
     **{
         (module, name): _Function(_path)
@@ -273,7 +304,7 @@ class _Unpickler(pickle.Unpickler):
             f"nothing was imported or run"
         )
 
-    def persistent_load(self, pid: object) -> Any:
+    def persistent_load(self, pid: object) -> Any:  # noqa: ARG002  the pickle module names it
         raise UnsafeCheckpointError("the metadata has a persistent id, which is refused")
 
 

@@ -1,25 +1,40 @@
 """Did the bytes that were read have the checksums that were stored with them?
 
-A record that this rank has read from end to end, in however many parts, is compared here.
+1. A record that this rank has read from end to end, in however many parts, is compared here.
+2. Of the others each rank knows the checksums of its parts. These are sent to one rank per record
+   (its owner, by the record's place in the checkpoint), which puts the parts of all ranks together
+   and compares. No byte is read twice for it: a resharding load reads every row on some rank.
+3. Records without a stored checksum, and such of which no chain of parts covers all, stay
+   unverified.
+
+Before anything is sent, the ranks agree that all of them have come this far: a rank whose read
+failed takes part in the agreement, and no other waits for its parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dcp_reshard.crc import find_crc
+import torch
+import torch.distributed as dist
+
+from dcp_reshard.catalog import Catalog
+from dcp_reshard.crc import CrcPart, find_crc, merge_parts
 from dcp_reshard.direct import RecordUse
 from dcp_reshard.errors import CorruptRecordError
 from dcp_reshard.options import Verify
 from dcp_reshard.transfer import RecordKey
 
-__all__ = ["Verdict", "check_records"]
+__all__ = ["Verdict", "all_ranks_succeeded", "check_records"]
+
+# File, start and length of the record, its stored checksum; start, end and checksum of the part.
+_ROW = 7
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How many records were compared."""
+    """How many records were compared, each counted on one rank of the job."""
 
     verified: int
     """Records whose checksum was recomputed and agrees."""
@@ -28,40 +43,136 @@ class Verdict:
     """Records without a stored checksum, or of which not all was read."""
 
 
-def check_records(records: Mapping[RecordKey, RecordUse], *, verify: Verify) -> Verdict:
-    """Compare the checksums of all records.
+def all_ranks_succeeded(*, ok: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether all ranks of the group call this with `ok`; a collective call."""
+    failed = torch.tensor([0 if ok else 1], dtype=torch.int64, device=_collective_device(group))
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+    return not failed.item()
+
+
+def check_records(
+    records: Mapping[RecordKey, RecordUse],
+    catalog: Catalog,
+    *,
+    verify: Verify,
+    exchange: bool,
+    group: dist.ProcessGroup | None,
+) -> Verdict:
+    """Compare the checksums of all records that were read.
+
+    Args:
+        records: What this rank has read.
+        catalog: The checkpoint; the same on all ranks.
+        verify: What to compare.
+        exchange: Whether all ranks of the group are here, so that parts can be put together. Then
+            this is a collective call.
+        group: The ranks that load together.
 
     Raises:
         CorruptRecordError: A record does not have its stored checksum, or could not be compared
             although `verify` is ``"required"``.
     """
-    verified = 0
-    for (file, start), use in records.items():
-        crc = (
-            find_crc(use.parts, use.length)
-            if verify != "off" and (use.crc or not use.length)
-            else None
+    if verify == "off":
+        return Verdict(0, len(records))
+    verified = unverified = 0
+    partial: dict[RecordKey, RecordUse] = {}
+    for key, use in records.items():
+        crc = find_crc(use.parts, use.length) if _has_crc(use) else None
+        if crc is not None:
+            _compare(key, use.length, use.crc, crc, catalog)
+            verified += 1
+        elif exchange and use.crc:
+            partial[key] = use
+        else:
+            unverified += 1
+            _refuse_unverified(key, use.length, use.crc, catalog, verify)
+    if exchange:
+        for key, use in _gather_parts(partial, catalog, group).items():
+            crc = find_crc(use.parts, use.length)
+            if crc is None:
+                unverified += 1
+                _refuse_unverified(key, use.length, use.crc, catalog, verify)
+            else:
+                _compare(key, use.length, use.crc, crc, catalog)
+                verified += 1
+    return Verdict(verified, unverified)
+
+
+def _has_crc(use: RecordUse) -> bool:
+    # `torch.serialization.set_crc32_options(False)` stores 0 for every record; the CRC-32 of no
+    # bytes is 0.
+    return use.crc != 0 or use.length == 0
+
+
+def _gather_parts(
+    partial: Mapping[RecordKey, RecordUse], catalog: Catalog, group: dist.ProcessGroup | None
+) -> dict[RecordKey, RecordUse]:
+    """Parts of all ranks of the records that this rank owns; a collective call."""
+    size = dist.get_world_size(group)
+    numbers = {name: i for i, name in enumerate(catalog.files)}
+    outgoing: list[list[int]] = [[] for _ in range(size)]
+    for (file, start), use in partial.items():
+        head = (numbers[file], start, use.length, use.crc)
+        owner = (numbers[file] + start // 64) % size
+        for part in merge_parts(use.parts):
+            outgoing[owner] += (*head, part.start, part.end, part.crc)
+    owned: dict[RecordKey, RecordUse] = {}
+    for row in _exchange_rows(outgoing, group):
+        file_number, start, length, crc, first, end, part_crc = row
+        key = (catalog.files[file_number], start)
+        use = owned.setdefault(key, RecordUse("", length, crc))
+        use.parts.append(CrcPart(first, end, part_crc))
+    return owned
+
+
+def _exchange_rows(
+    outgoing: Sequence[Sequence[int]], group: dist.ProcessGroup | None
+) -> list[list[int]]:
+    device = _collective_device(group)
+    counts_out = torch.tensor([len(rows) for rows in outgoing], device=device)
+    counts_in = torch.empty_like(counts_out)
+    dist.all_to_all_single(counts_in, counts_out, group=group)
+    splits_in, splits_out = counts_in.tolist(), counts_out.tolist()
+    flat = torch.tensor([n for rows in outgoing for n in rows], dtype=torch.int64, device=device)
+    received = torch.empty(sum(splits_in), dtype=torch.int64, device=device)
+    dist.all_to_all_single(received, flat, splits_in, splits_out, group=group)
+    rows: list[list[int]] = received.view(-1, _ROW).tolist()
+    return rows
+
+
+def _collective_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the group's backend wants its tensors: NCCL on the current GPU, gloo on the CPU."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _compare(key: RecordKey, length: int, stored: int, found: int, catalog: Catalog) -> None:
+    if found != stored:
+        raise _error(
+            key,
+            length,
+            catalog,
+            f"CRC-32 is {found:#010x}, recorded was {stored:#010x}; the destination is undefined "
+            f"now",
         )
-        end = start + use.length
-        if crc is None:
-            if verify == "required":
-                raise CorruptRecordError(
-                    f"tensor `{use.fqn}`, file {file!r}, bytes {start} to {end}: its checksum could not be "
-                    f"compared ({'none was stored' if not use.crc else 'only part of it was read'})",
-                    fqn=use.fqn,
-                    file=file,
-                    start=start,
-                    end=end,
-                )
-            continue
-        if crc != use.crc:
-            raise CorruptRecordError(
-                f"tensor `{use.fqn}`, file {file!r}, bytes {start} to {end}: CRC-32 is {crc:#010x}, "
-                f"recorded was {use.crc:#010x}; the destination is undefined now",
-                fqn=use.fqn,
-                file=file,
-                start=start,
-                end=end,
-            )
-        verified += 1
-    return Verdict(verified, len(records) - verified)
+
+
+def _refuse_unverified(
+    key: RecordKey, length: int, stored: int, catalog: Catalog, verify: Verify
+) -> None:
+    if verify == "required":
+        why = "only part of it was read" if stored else "none was stored"
+        raise _error(key, length, catalog, f"its checksum could not be compared ({why})")
+
+
+def _error(key: RecordKey, length: int, catalog: Catalog, what: str) -> CorruptRecordError:
+    file, start = key
+    fqn = catalog.find_key(file, start)
+    return CorruptRecordError(
+        f"`{fqn}`, file {file!r}, bytes {start} to {start + length}: {what}",
+        fqn=fqn,
+        file=file,
+        start=start,
+        end=start + length,
+    )
