@@ -236,10 +236,9 @@ class ReshardStorageReader(StorageReader):
         if size == num_ranks:
             return self.options.verify != "off"
         if self.process_group is not None:
+            its = f"has {size}" if size > 0 else "does not have this one"
             raise PlanError(
-                f"{num_ranks} ranks take part in the load, but the reader was given a process "
-                f"group of "
-                f"{size}"
+                f"{num_ranks} ranks take part in the load, but the reader's process group {its}"
             )
         # `dcp.load(process_group=...)` does not tell the reader which group it is.
         logger.info(
