@@ -21,8 +21,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from dcp_reshard._torch import (
     DTensor,
+    ShardedTensor,
     default_device,
     empty_dtensor_like,
+    empty_sharded_tensor_like,
     flatten_state_dict,
     flatten_state_dict_2_3,
     set_element,
@@ -187,16 +189,28 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
     def _materialise_meta_tensors(self) -> None:
         for fqn in self._layouts:
             tensor = self.state_dict[fqn]
-            if tensor.device.type != "meta":
+            if not _is_meta(tensor):
                 continue
             real: torch.Tensor
             if isinstance(tensor, DTensor):
                 real = empty_dtensor_like(tensor, dtype=tensor.dtype, device=default_device())
+            elif isinstance(tensor, ShardedTensor):
+                real = empty_sharded_tensor_like(
+                    tensor, dtype=tensor.dtype, device=default_device()
+                )
             else:
                 real = torch.empty_like(tensor, device=default_device())
             self.state_dict[fqn] = real
             set_element(self.original_state_dict, self.mappings[fqn], real)
             self._layouts |= collect_layout({fqn: real})
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    # torch 2.13 guesses the device of a ShardedTensor that has no shard on this rank, and asks for
+    # a CUDA device where the group is not gloo's; without CUDA that raises.
+    if isinstance(tensor, ShardedTensor):
+        return any(_is_meta(shard.tensor) for shard in tensor.local_shards())
+    return tensor.device.type == "meta"
 
 
 def _object_item(fqn: str, key: str) -> ReadItem:
