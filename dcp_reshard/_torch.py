@@ -173,14 +173,15 @@ def set_element(root: dict[str, Any], path: KeyPath, value: object) -> None:
     _set_element(root, path, value)
 
 
-def default_device() -> torch.device:
-    """The device that the default process group works on, the CPU without one.
+def default_device(kind: str | None = None) -> torch.device:
+    """The current device of a kind; if None, of that which the default process group works on.
 
-    Stands for `_get_pg_default_device`; torch materialises meta tensors there.
+    Stands for `_get_object_coll_device`. torch's planner materialises meta tensors on the device of
+    `_get_pg_default_device`, which in torch 2.13 warns that it will be deprecated; under ``-W
+    error`` that is a failed load.
     """
-    if not dist.is_initialized():
-        return torch.device("cpu")
-    kind = dist.distributed_c10d._get_pg_default_device().type
+    if kind is None:
+        kind = dist.distributed_c10d._get_object_coll_device() if dist.is_initialized() else "cpu"
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, torch.get_device_module(kind).current_device())

@@ -83,7 +83,7 @@ def load(
         reader = ReshardStorageReader(
             checkpoint_id,
             mode=mode,
-            process_group=process_group,
+            process_group=None if alone else (process_group or dist.group.WORLD),
             options=options,
             on_progress=on_progress,
         )

@@ -3,23 +3,20 @@
 ::
 
     ReshardError(Exception)
-        CheckpointFormatError(ReshardError, ValueError)   the checkpoint's files are not what they
-            claim UnsafeCheckpointError                         a class, opcode or file name that is
-            not allowed ChunkCoverageError                            stored chunks overlap, or
-            leave a hole CorruptRecordError                            bytes that do not match their
-            checksum
-        LayoutError(ReshardError, ValueError)             a tensor of the state dict cannot be
-        described PlanError(ReshardError, ValueError)               the checkpoint and the state
-        dict do not fit
-            MissingTensorError(PlanError, KeyError)       keys that the checkpoint does not have
-            ShapeMismatchError                            stored and wanted global shape differ
-            DtypeMismatchError                            stored and wanted dtype differ, by more
-            than allowed InconsistentRanksError                        ranks do not see the same
-            checkpoint or keys
-        OptimizerStateError(ReshardError, ValueError)     optimizer state that cannot be matched to
-        the model StorageError(ReshardError, OSError)               a file is missing, short,
-        changed, or not a file MissingExtraError(ReshardError, ImportError)      an optional
-        dependency is not installed
+        CheckpointFormatError(ReshardError, ValueError)  the files are not what they claim to be
+            UnsafeCheckpointError                        a class, opcode or file name not allowed
+            ChunkCoverageError                           stored chunks overlap, or leave a hole
+            CorruptRecordError                           bytes do not match their checksum
+        LayoutError(ReshardError, ValueError)            a tensor that cannot be described
+        PlanError(ReshardError, ValueError)              checkpoint and state dict do not fit
+            MissingTensorError(PlanError, KeyError)      keys that the checkpoint does not have
+            ShapeMismatchError                           stored and wanted global shape differ
+            DtypeMismatchError                           dtypes differ by more than is allowed
+            InconsistentRanksError                       ranks see different checkpoints or keys
+        OptimizerStateError(ReshardError, ValueError)    optimizer state without its parameter
+        StorageError(ReshardError, OSError)              a file is missing, short, or changed
+        PeerFailedError(ReshardError, RuntimeError)      another rank of the load has failed
+        MissingExtraError(ReshardError, ImportError)     an optional dependency is not installed
 
 The message is the one positional argument and the context is keyword-only, so every error survives
 pickling: ``torch.distributed.checkpoint`` sends a rank's exception to all ranks, and one that

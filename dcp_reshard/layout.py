@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from dcp_reshard._torch import DTensor, ShardedTensor, dtensor_cuts
 from dcp_reshard.box import Box
 from dcp_reshard.errors import LayoutError
+from dcp_reshard.ranges import may_overlap
 from dcp_reshard.sharding import plan_shard_boxes
 
 __all__ = ["LocalShard", "TensorLayout", "collect_layout", "collect_tensor_layout"]
@@ -161,10 +162,9 @@ def _check_writable(fqn: str, shard: LocalShard, whole: Box) -> None:
             f"tensor `{fqn}`: this rank claims {shard.box} of a tensor of shape {whole.sizes!r}",
             fqn=fqn,
         )
-    if any(st == 0 and s > 1 for st, s in zip(tensor.stride(), tensor.size(), strict=True)):
+    if may_overlap(tuple(tensor.size()), tensor.stride()):
         raise LayoutError(
-            f"tensor `{fqn}`: an expanded tensor (strides {tensor.stride()!r}) cannot be loaded "
-            f"in place: "
-            f"several of its elements share memory",
+            f"tensor `{fqn}`: an expanded tensor (shape {tuple(tensor.size())!r}, strides "
+            f"{tensor.stride()!r}) cannot be loaded in place: several of its elements share memory",
             fqn=fqn,
         )

@@ -18,6 +18,7 @@ import torch
 
 from dcp_reshard.container import Read, Record, read_directory, read_record
 from dcp_reshard.errors import CheckpointFormatError
+from dcp_reshard.ranges import may_overlap
 
 __all__ = ["PROBE_BYTES", "Payload", "probe_payload"]
 
@@ -94,21 +95,10 @@ def probe_payload(length: int, read: Read) -> Payload | None:
             f"into "
             f"the {record.length} bytes of its storage"
         )
-    if _overlaps(shape, strides):
+    if may_overlap(shape, strides):
         return None
     start = record.start + offset * dtype.itemsize
     return Payload(dtype, shape, tuple(st * dtype.itemsize for st in strides), start, record)
-
-
-def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether the strides may put two elements in one place."""
-    reach = 1
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size > 1:
-            if stride < reach:
-                return True
-            reach = stride * (size - 1) + reach
-    return False
 
 
 _Described = tuple[str, torch.dtype, int, int, tuple[int, ...], tuple[int, ...]]

@@ -193,7 +193,8 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
                 continue
             real: torch.Tensor
             if isinstance(tensor, DTensor):
-                real = empty_dtensor_like(tensor, dtype=tensor.dtype, device=default_device())
+                device = default_device(tensor.device_mesh.device_type)
+                real = empty_dtensor_like(tensor, dtype=tensor.dtype, device=device)
             elif isinstance(tensor, ShardedTensor):
                 real = empty_sharded_tensor_like(
                     tensor, dtype=tensor.dtype, device=default_device()

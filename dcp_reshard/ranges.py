@@ -20,7 +20,15 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ByteRange", "RangeGroup", "Span", "group_ranges", "join_gap", "plan_spans"]
+__all__ = [
+    "ByteRange",
+    "RangeGroup",
+    "Span",
+    "group_ranges",
+    "join_gap",
+    "may_overlap",
+    "plan_spans",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +93,25 @@ def join_gap(run: int, request_bytes: int) -> int:
         (65536, 262144)
     """
     return request_bytes if run < request_bytes else run // 4
+
+
+def may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the strides may put two elements in one place.
+
+    Some arrays that do not overlap are taken to: those in which the elements of one dim lie in the
+    gaps of another. Nothing that slicing, permuting and reshaping give is of that kind.
+
+    Example:
+        >>> may_overlap((4, 3), (3, 1)), may_overlap((4, 3), (1, 1)), may_overlap((4, 3), (0, 1))
+        (False, True, True)
+    """
+    reach = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach = stride * (size - 1) + reach
+    return False
 
 
 def plan_spans(
@@ -182,9 +209,11 @@ def group_ranges(ranges: Sequence[ByteRange], *, max_gap: int, max_bytes: int) -
         max_bytes: A group is not grown beyond this (a single longer range is a group of its own).
 
     Example:
-        >>> group_ranges([ByteRange(8, 9), ByteRange(0, 4), ByteRange(5, 6)], max_gap=1,
-        max_bytes=99) [RangeGroup(start=0, end=6, members=(1, 2)), RangeGroup(start=8, end=9,
-        members=(0,))]
+        >>> ranges = [ByteRange(8, 9), ByteRange(0, 4), ByteRange(5, 6)]
+        >>> for group in group_ranges(ranges, max_gap=1, max_bytes=99):
+        ...     print(group)
+        RangeGroup(start=0, end=6, members=(1, 2))
+        RangeGroup(start=8, end=9, members=(0,))
     """
     groups: list[RangeGroup] = []
     members: list[int] = []

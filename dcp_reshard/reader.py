@@ -36,14 +36,15 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_reshard.catalog import Catalog, CatalogSource
+from dcp_reshard.collectives import all_ranks_succeeded, compute_once
 from dcp_reshard.direct import DirectRead, WantedPart
 from dcp_reshard.errors import InconsistentRanksError, PeerFailedError, PlanError
 from dcp_reshard.metadata import DcpCheckpoint
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.report import ReadStats
 from dcp_reshard.storage import CountingSource
-from dcp_reshard.torch_metadata import catalog_of, to_torch_metadata
-from dcp_reshard.verdict import all_ranks_succeeded, check_records
+from dcp_reshard.torch_metadata import broken_metadata, catalog_of, to_torch_metadata
+from dcp_reshard.verdict import check_records
 
 __all__ = ["ReshardStorageReader"]
 
@@ -127,20 +128,34 @@ class ReshardStorageReader(StorageReader):
     def read_metadata(self) -> Metadata:
         """Read the metadata, and nothing else.
 
-        Raises:
-            CheckpointFormatError: It is broken, inconsistent, or not safe to read.
-            StorageError: It is not there, or could not be read.
+        If the reader was given a process group, its first rank reads and sends the others what it
+        found: they read nothing, and hold columns instead of objects. This is a collective call
+            then.
+
+        A failure is raised when the metadata is first looked into: `dcp.load` would swallow it
+        here.
         """
         started = time.perf_counter()
         self.stats = ReadStats()
         self._source = CountingSource(self._checkpoint.open())
+        group = self.process_group
         try:
-            catalog = self._checkpoint.read_catalog(self._source)
-        finally:
-            self._source.close()
+            if group is None or dist.get_world_size(group) <= 1:
+                catalog = self._read_catalog()
+            else:
+                catalog = compute_once(self._read_catalog, group=group)
+        except Exception as error:
+            return broken_metadata(error)
         self.stats.seconds["metadata"] = time.perf_counter() - started
         meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
         return to_torch_metadata(catalog, storage_meta=meta)
+
+    def _read_catalog(self) -> Catalog:
+        assert self._source is not None
+        try:
+            return self._checkpoint.read_catalog(self._source)
+        finally:
+            self._source.close()
 
     def set_up_storage_reader(
         self,

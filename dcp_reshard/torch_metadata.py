@@ -29,7 +29,7 @@ from dcp_reshard._torch import storage_info
 from dcp_reshard.box import Box, BoxArray
 from dcp_reshard.catalog import Catalog, StoredObject, StoredTensor
 
-__all__ = ["catalog_of", "to_torch_metadata"]
+__all__ = ["broken_metadata", "catalog_of", "to_torch_metadata"]
 
 
 def to_torch_metadata(catalog: Catalog, *, storage_meta: StorageMeta | None = None) -> Metadata:
@@ -43,10 +43,23 @@ def to_torch_metadata(catalog: Catalog, *, storage_meta: StorageMeta | None = No
     )
 
 
+def broken_metadata(error: Exception) -> Metadata:
+    """Metadata that could not be read: raises the error when it is looked into.
+
+    torch 2.13 swallows what `read_metadata` raises, logs "Global metadata is not found" whatever it
+    was, and fails with an `AssertionError`. Raised a step later, the error reaches all ranks as it
+    is.
+    """
+    return Metadata(state_dict_metadata=cast("dict[str, STORAGE_TYPES]", _BrokenView(error)))
+
+
 def catalog_of(metadata: Metadata) -> Catalog:
     """The catalog behind a `Metadata`; made from its entries if another reader produced it.
 
     In the latter case files and byte ranges are not known, and left at zero.
+
+    Raises:
+        Exception: What went wrong when the metadata were read.
     """
     view: object = metadata.state_dict_metadata
     if isinstance(view, _StateDictView):
@@ -101,6 +114,20 @@ class _StateDictView(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.catalog.tensors) + len(self.catalog.objects)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _BrokenView(Mapping[str, Any]):
+    error: Exception
+
+    def __getitem__(self, fqn: str) -> STORAGE_TYPES:
+        raise self.error
+
+    def __iter__(self) -> Iterator[str]:
+        raise self.error
+
+    def __len__(self) -> int:
+        raise self.error
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -299,7 +299,7 @@ def copy_elements(fqn: str, dest: torch.Tensor, source: torch.Tensor) -> None:
     """Copy into the destination, in place.
 
     Raises:
-        DtypeMismatchError: A cast made an infinity of a finite value.
+        DtypeMismatchError: A cast made something else of a value than its nearest neighbour.
     """
     with torch.inference_mode() if dest.is_inference() else torch.no_grad():
         if dest.dtype == source.dtype or not dest.dtype.is_floating_point:
@@ -307,19 +307,26 @@ def copy_elements(fqn: str, dest: torch.Tensor, source: torch.Tensor) -> None:
             return
         # A cast is rare, and has to be looked at: the result is made on the host first.
         cast = source.to(dest.dtype)
-        _check_overflow(fqn, source, cast)
+        _check_cast(fqn, source, cast)
         dest.copy_(cast)
 
 
-def _check_overflow(fqn: str, source: torch.Tensor, cast: torch.Tensor) -> None:
-    if torch.finfo(cast.dtype).max >= torch.finfo(source.dtype).max:
+def _check_cast(fqn: str, source: torch.Tensor, cast: torch.Tensor) -> None:
+    # Floats of one byte lack infinities, or signs and zero, whatever their range.
+    one_byte = cast.dtype.itemsize == 1
+    if not one_byte and torch.finfo(cast.dtype).max >= torch.finfo(source.dtype).max:
         return
     # float8 has no `isfinite` of its own; every narrower type fits into float32.
     wide = source if source.dtype == torch.float64 else source.to(torch.float32)
-    lost = wide.isfinite() & ~cast.to(torch.float32).isfinite()
+    back = cast.to(torch.float32)
+    lost = (wide.isfinite() != back.isfinite()) | (wide.isinf() != back.isinf())
+    if one_byte:
+        # torch 2.13 gives the largest value for what is larger, and drops signs that cannot be.
+        lost |= wide.isfinite() & (wide.abs() > torch.finfo(cast.dtype).max)
+        lost |= (back != 0) & (wide.sign() != back.sign()) & ~wide.isnan()
     if bool(lost.any()):
         raise DtypeMismatchError(
-            f"tensor `{fqn}`: {int(lost.sum())} values overflow when {source.dtype} is cast to "
+            f"tensor `{fqn}`: {int(lost.sum())} values of {source.dtype} do not fit into "
             f"{cast.dtype}, the first is {wide[lost][0].item()!r}; the destination is undefined "
             f"now",
             fqn=fqn,

@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 
 from dcp_reshard.catalog import Catalog
+from dcp_reshard.collectives import collective_device
 from dcp_reshard.crc import CrcPart, find_crc, merge_parts
 from dcp_reshard.direct import RecordUse
 from dcp_reshard.errors import CorruptRecordError
 from dcp_reshard.options import Verify
 from dcp_reshard.transfer import RecordKey
 
-__all__ = ["Verdict", "all_ranks_succeeded", "check_records"]
+__all__ = ["Verdict", "check_records"]
 
 # File, start and length of the record, its stored checksum; start, end and checksum of the part.
 _ROW = 7
@@ -41,13 +42,6 @@ class Verdict:
 
     unverified: int
     """Records without a stored checksum, or of which not all was read."""
-
-
-def all_ranks_succeeded(*, ok: bool, group: dist.ProcessGroup | None) -> bool:
-    """Whether all ranks of the group call this with `ok`; a collective call."""
-    failed = torch.tensor([0 if ok else 1], dtype=torch.int64, device=_collective_device(group))
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-    return not failed.item()
 
 
 def check_records(
@@ -128,7 +122,7 @@ def _gather_parts(
 def _exchange_rows(
     outgoing: Sequence[Sequence[int]], group: dist.ProcessGroup | None
 ) -> list[list[int]]:
-    device = _collective_device(group)
+    device = collective_device(group)
     counts_out = torch.tensor([len(rows) for rows in outgoing], device=device)
     counts_in = torch.empty_like(counts_out)
     dist.all_to_all_single(counts_in, counts_out, group=group)
@@ -138,13 +132,6 @@ def _exchange_rows(
     dist.all_to_all_single(received, flat, splits_in, splits_out, group=group)
     rows: list[list[int]] = received.view(-1, _ROW).tolist()
     return rows
-
-
-def _collective_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group's backend wants its tensors: NCCL on the current GPU, gloo on the CPU."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _compare(key: RecordKey, length: int, stored: int, found: int, catalog: Catalog) -> None:

@@ -1,0 +1,268 @@
+"""From the records of metadata files to a `Catalog`: checked, and turned into columns.
+
+The records of each file are taken in turn; each chunk is matched with its storage entry. Then all
+chunks of all tensors become a few arrays (one pair per number of dims), are checked in one step,
+and each tensor gets its slice of them. What is checked: see `metadata`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from dcp_reshard.box import BoxArray
+from dcp_reshard.catalog import Catalog, KeyPath, StoredObject, StoredTensor
+from dcp_reshard.errors import CheckpointFormatError
+from dcp_reshard.storage import check_file_name
+from dcp_reshard.unpickle import (
+    BytesEntry,
+    ChunkEntry,
+    IndexEntry,
+    MetadataEntry,
+    StorageEntry,
+    TensorEntry,
+)
+
+__all__ = ["build_catalog"]
+
+_MAX_DIMS = 16
+_MAX_NAME_BYTES = 4096
+_MAX_CHUNKS = 8_000_000
+_SUPPORTED_VERSIONS = (None, "1.0.0")
+
+_Place = tuple[int, int, int]
+"""Number of the file, first byte and length of an item."""
+
+_Chunk = tuple[tuple[int, ...], tuple[int, ...], _Place]
+"""Offsets, sizes and place of a chunk."""
+
+
+def build_catalog(entries: Iterable[MetadataEntry], *, digest: str) -> Catalog:
+    """A catalog from the records of one metadata file, or of one per rank.
+
+    Where ranks without collectives each stored the same box (replicas, objects), the lowest rank's
+    copy is taken.
+
+    Args:
+        entries: Records of the files, in the order of the ranks.
+        digest: Hash of the files.
+
+    Raises:
+        CheckpointFormatError: The records are inconsistent.
+    """
+    builder = _Builder()
+    for entry in entries:
+        builder.add(entry)
+    return builder.build(digest)
+
+
+@dataclass(slots=True)
+class _Tensor:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: list[_Chunk] = field(default_factory=list)
+    boxes: set[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Builder:
+    """Collects file by file; a plain value would have to be rebuilt for each."""
+
+    tensors: dict[str, _Tensor] = field(default_factory=dict)
+    objects: dict[str, _Place] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+    key_paths: dict[str, KeyPath] = field(default_factory=dict)
+
+    def add(self, metadata: MetadataEntry) -> None:
+        if metadata.version not in _SUPPORTED_VERSIONS:
+            raise CheckpointFormatError(
+                f"metadata of version {metadata.version!r:.100} is not supported, only '1.0.0' is"
+            )
+        described = _mapping(metadata.state_dict_metadata, "state_dict_metadata")
+        places = self._places(_mapping(metadata.storage_data, "storage_data"))
+        for fqn, entry in described.items():
+            _check_name(fqn)
+            if type(entry) is TensorEntry:
+                self._add_tensor(fqn, entry, places)
+            elif type(entry) is BytesEntry:
+                place = places.pop((fqn, None), None)
+                if place is None or fqn in self.tensors:
+                    raise CheckpointFormatError(
+                        f"object `{fqn}`: not stored, or also a tensor", fqn=fqn
+                    )
+                self.objects.setdefault(fqn, place)
+            else:
+                raise CheckpointFormatError(
+                    f"key `{fqn}`: described by a {type(entry).__name__}", fqn=fqn
+                )
+        if places:
+            fqn, offset = next(iter(places))
+            raise CheckpointFormatError(
+                f"key `{fqn}`: {len(places)} storage entries belong to no chunk, the first at "
+                f"{offset!r}",
+                fqn=fqn,
+            )
+        self._add_key_paths(metadata.planner_data, described)
+
+    def build(self, digest: str) -> Catalog:
+        if sum(len(tensor.chunks) for tensor in self.tensors.values()) > _MAX_CHUNKS:
+            raise CheckpointFormatError(f"more than {_MAX_CHUNKS} chunks")
+        stored: dict[str, StoredTensor] = {}
+        for ndim in sorted({len(tensor.shape) for tensor in self.tensors.values()}):
+            same = {f: t for f, t in self.tensors.items() if len(t.shape) == ndim}
+            stored |= _stored_tensors(same, ndim)
+        tensors = {fqn: stored[fqn] for fqn in self.tensors}
+        objects = {fqn: StoredObject(fqn, *place) for fqn, place in self.objects.items()}
+        catalog = Catalog(tensors, objects, tuple(self.files), self.key_paths, digest)
+        catalog.check_disjoint()
+        return catalog
+
+    def _places(
+        self, storage: Mapping[object, object]
+    ) -> dict[tuple[str, tuple[int, ...] | None], _Place]:
+        places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
+        for index, entry in storage.items():
+            if type(index) is not IndexEntry or type(entry) is not StorageEntry:
+                raise CheckpointFormatError("storage_data does not map indices to storage entries")
+            key = (index.fqn, index.offset)
+            if key in places:
+                raise CheckpointFormatError(
+                    f"key `{index.fqn}`: two storage entries for the chunk at {index.offset!r}"
+                )
+            places[key] = self._place(index.fqn, entry)
+        return places
+
+    def _place(self, fqn: object, entry: StorageEntry) -> _Place:
+        name, offset, length = entry.relative_path, entry.offset, entry.length
+        number = self.files.get(name) if type(name) is str else None
+        if number is None:
+            number = self.files.setdefault(check_file_name(name), len(self.files))
+        if (
+            type(offset) is not int
+            or type(length) is not int
+            or not 0 <= offset < 1 << 62
+            or not 0 < length < 1 << 62
+        ):
+            raise CheckpointFormatError(
+                f"key `{fqn}`: offset {offset!r:.100} and length {length!r:.100} in file {name!r} "
+                f"are not a range of bytes",
+                file=name,
+            )
+        if entry.transform_descriptors:
+            raise CheckpointFormatError(
+                f"key `{fqn}`: stored through stream transforms "
+                f"{entry.transform_descriptors!r:.200}, which are not supported",
+                file=name,
+            )
+        return number, offset, length
+
+    def _add_tensor(
+        self,
+        fqn: str,
+        entry: TensorEntry,
+        places: dict[tuple[str, tuple[int, ...] | None], _Place],
+    ) -> None:
+        shape, dtype = entry.size, getattr(entry.properties, "dtype", None)
+        if type(shape) is not tuple or len(shape) > _MAX_DIMS or not isinstance(dtype, torch.dtype):
+            raise CheckpointFormatError(
+                f"tensor `{fqn}`: shape {shape!r:.200} or dtype {dtype!r:.100} is not understood; "
+                f"up to {_MAX_DIMS} dims are",
+                fqn=fqn,
+            )
+        tensor = self.tensors.get(fqn)
+        again = tensor is not None
+        if tensor is None:
+            tensor = self.tensors[fqn] = _Tensor(shape, dtype)
+        if (tensor.shape, tensor.dtype) != (shape, dtype) or fqn in self.objects:
+            raise CheckpointFormatError(
+                f"tensor `{fqn}`: {tensor.shape!r} of {tensor.dtype} in one metadata file, "
+                f"{shape!r} of {dtype} in another",
+                fqn=fqn,
+            )
+        if type(entry.chunks) is not list:
+            raise CheckpointFormatError(f"tensor `{fqn}`: its chunks are not a list", fqn=fqn)
+        if again and not tensor.boxes:
+            tensor.boxes = {(offsets, sizes) for offsets, sizes, _ in tensor.chunks}
+        for chunk in entry.chunks:
+            offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
+            if type(chunk) is not ChunkEntry or type(offsets) is not tuple:
+                raise CheckpointFormatError(f"tensor `{fqn}`: chunk {chunk!r:.100}", fqn=fqn)
+            if type(sizes) is not tuple or not len(offsets) == len(sizes) == len(shape):
+                raise CheckpointFormatError(
+                    f"tensor `{fqn}`: a chunk at {offsets!r} of {sizes!r} in a tensor of "
+                    f"{len(shape)} dims",
+                    fqn=fqn,
+                )
+            place = places.pop((fqn, offsets), None)
+            if place is None:
+                raise CheckpointFormatError(
+                    f"tensor `{fqn}`: the chunk at {offsets!r} is described but not stored", fqn=fqn
+                )
+            if not again:
+                tensor.chunks.append((offsets, sizes, place))
+            elif (offsets, sizes) not in tensor.boxes:
+                tensor.boxes.add((offsets, sizes))
+                tensor.chunks.append((offsets, sizes, place))
+
+    def _add_key_paths(self, planner_data: object, described: Mapping[str, object]) -> None:
+        # Other planners keep other things here; only paths of this checkpoint's own keys are taken.
+        if not isinstance(planner_data, dict):
+            return
+        for fqn, path in planner_data.items():
+            parts = type(path) is tuple and path
+            if parts and fqn in described and all(type(p) in (str, int) for p in parts):
+                self.key_paths.setdefault(fqn, parts)
+
+
+def _stored_tensors(tensors: Mapping[str, _Tensor], ndim: int) -> dict[str, StoredTensor]:
+    """Columns of all tensors of one number of dims, checked at once, and cut into tensors."""
+    counts = [len(tensor.chunks) for tensor in tensors.values()]
+    chunks = [chunk for tensor in tensors.values() for chunk in tensor.chunks]
+    offsets = np.array([c[0] for c in chunks], dtype=np.int64).reshape(len(chunks), ndim)
+    sizes = np.array([c[1] for c in chunks], dtype=np.int64).reshape(len(chunks), ndim)
+    places = np.array([c[2] for c in chunks], dtype=np.int64).reshape(len(chunks), 3)
+    shapes = np.array([t.shape for t in tensors.values()], dtype=np.int64).reshape(
+        len(tensors), ndim
+    )
+    limits = np.repeat(shapes, counts, axis=0)
+    outside = np.flatnonzero(((offsets > limits) | (sizes > limits - offsets)).any(axis=1))
+    if len(outside):
+        row = int(outside[0])
+        number = int(np.searchsorted(np.cumsum(counts), row, side="right"))
+        fqn, tensor = list(tensors.items())[number]
+        raise CheckpointFormatError(
+            f"tensor `{fqn}`: the chunk at {chunks[row][0]!r} of {chunks[row][1]!r} lies outside "
+            f"of shape {tensor.shape!r}",
+            fqn=fqn,
+        )
+    files = places[:, 0].astype(np.int32)
+    starts, lengths = places[:, 1].copy(), places[:, 2].copy()
+    stored: dict[str, StoredTensor] = {}
+    first = 0
+    for (fqn, tensor), count in zip(tensors.items(), counts, strict=True):
+        rows = slice(first, first + count)
+        boxes = BoxArray(offsets[rows], sizes[rows])
+        stored[fqn] = StoredTensor(
+            fqn, tensor.shape, tensor.dtype, boxes, files[rows], starts[rows], lengths[rows]
+        )
+        first += count
+    return stored
+
+
+def _mapping(value: object, name: str) -> dict[Any, object]:
+    if type(value) is not dict:
+        raise CheckpointFormatError(f"{name} is a {type(value).__name__}, not a dict")
+    return value
+
+
+def _check_name(fqn: object) -> None:
+    if type(fqn) is not str or len(fqn.encode(errors="surrogatepass")) > _MAX_NAME_BYTES:
+        raise CheckpointFormatError(
+            f"key {fqn!r:.100} is not a string of up to {_MAX_NAME_BYTES} bytes"
+        )
+    if "\0" in fqn:
+        raise CheckpointFormatError(f"key {fqn!r:.100} has a NUL character")

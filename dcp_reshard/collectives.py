@@ -1,0 +1,52 @@
+"""The collective calls of a load, beyond those that torch makes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dcp_reshard.errors import PeerFailedError
+
+__all__ = ["all_ranks_succeeded", "collective_device", "compute_once"]
+
+Value = TypeVar("Value")
+
+
+def collective_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the group's backend wants its tensors: NCCL on the current GPU, gloo on the CPU."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def all_ranks_succeeded(*, ok: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether all ranks of the group call this with `ok`; a collective call."""
+    failed = torch.tensor([0 if ok else 1], dtype=torch.int64, device=collective_device(group))
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+    return not failed.item()
+
+
+def compute_once(function: Callable[[], Value], *, group: dist.ProcessGroup) -> Value:
+    """The value of `function` on the first rank of the group, on all ranks; a collective call.
+
+    Args:
+        function: Called on the first rank only. Its value is pickled.
+        group: The ranks.
+
+    Raises:
+        PeerFailedError: The function failed on the first rank, which raises the cause.
+    """
+    box: list[Any] = [None]
+    try:
+        if dist.get_rank(group) == 0:
+            box[0] = (function(),)
+    finally:
+        # Also when it failed: the others are waiting.
+        dist.broadcast_object_list(box, group_src=0, group=group)
+    if box[0] is None:
+        raise PeerFailedError("the first rank of the group has failed; see its error")
+    value: Value = box[0][0]
+    return value
