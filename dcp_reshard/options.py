@@ -34,17 +34,15 @@ class ReaderOptions:
     """Threads that read; None for one per CPU, up to 8."""
 
     request_bytes: int = 64 * 2**10
-    """What a request costs, in bytes that could be read in the same time: runs shorter than this "
-    "are read
-    together with gaps up to this."""
+    """What a request costs, in bytes that could be read in the same time: runs shorter than this
+    are read together with gaps up to this."""
 
     whole_item_bytes: int = 16 * 2**10
     """Stored chunks up to this size are read whole, in one request with their container."""
 
     keep_plan_local: bool = True
-    """Send the coordinator a digest of this rank's plan, not the plan. Turn it off for a planner "
-    "whose
-    `create_global_plan` changes plans."""
+    """Send the coordinator a digest of this rank's plan, not the plan. Turn it off for a planner
+    whose `create_global_plan` changes plans."""
 
     require_same_keys: bool = False
     """Fail if the ranks of a load ask for different keys (as pipeline stages rightly do)."""

@@ -66,9 +66,9 @@ class PlanOptions:
     """A key that only the checkpoint has is reported, or fails the load."""
 
     dtype_policy: DtypePolicy = "exact"
-    """Stored and wanted dtype must be equal (``"exact"``), may be cast without loss "
-    "(``"widen"``), or may
-    be cast from any floating type to any other (``"cast"``; an overflow is an error)."""
+    """Stored and wanted dtype must be equal (``"exact"``), may be cast without loss
+    (``"widen"``), or may be cast from any floating type to any other (``"cast"``; a value that does
+    not fit is an error)."""
 
     rename: Rename | None = None
     """Gives the key in the checkpoint for a key of the state dict: a mapping (other keys keep their
