@@ -30,7 +30,15 @@ from dataclasses import dataclass
 
 from dcp_reshard.box import Box
 
-__all__ = ["Cut", "Run", "ShardBox", "cut_order", "held_runs", "plan_shard_boxes"]
+__all__ = [
+    "Cut",
+    "Run",
+    "ShardBox",
+    "chunk_bounds",
+    "cut_order",
+    "held_runs",
+    "plan_shard_boxes",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +122,13 @@ def _pick(held: Sequence[Run], start: int, end: int) -> list[Run]:
     return picked
 
 
-def _chunk(length: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and end of part `index` when `length` positions are cut as `torch.chunk` does."""
+def chunk_bounds(length: int, parts: int, index: int) -> tuple[int, int]:
+    """Start and end of part `index` when `length` positions are cut as `torch.chunk` does.
+
+    Example:
+        >>> [chunk_bounds(5, 4, i) for i in range(4)]
+        [(0, 2), (2, 4), (4, 5), (5, 5)]
+    """
     step = -(-length // parts)
     return min(index * step, length), min((index + 1) * step, length)
 
@@ -124,10 +137,10 @@ def _apply(held: Sequence[Run], cut: Cut) -> list[Run]:
     total = sum(run.length for run in held)
     picked: list[Run] = []
     for piece in range(cut.split_factor):
-        first, last = _chunk(total, cut.split_factor, piece)
+        first, last = chunk_bounds(total, cut.split_factor, piece)
         if first == last:
             break
-        low, high = _chunk(last - first, cut.num_shards, cut.index)
+        low, high = chunk_bounds(last - first, cut.num_shards, cut.index)
         for run in _pick(held, first + low, first + high):
             if picked and picked[-1].start + picked[-1].length == run.start:
                 before = picked.pop()
