@@ -189,7 +189,7 @@ def find_defect(boxes: BoxArray, within: Box) -> Defect | None:
         >>> find_defect(halves, Box((0,), (8,)))
         Defect(box=Box(offsets=(4,), sizes=(1,)), count=0)
     """
-    if within.is_empty:
+    if within.is_empty or (len(boxes) == 1 and boxes[0] == within):
         return None
     _, parts = boxes.intersect(within)
     starts, ends = parts.offsets, parts.ends

@@ -30,6 +30,7 @@ _LOCATOR = struct.Struct("<4sLQL")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
+_CRC_AT = 16
 _HUGE = 0xFFFFFFFF
 
 
@@ -48,6 +49,9 @@ class Record:
 
     crc: int
     """CRC-32 of the contents as recorded; 0 if the writer had checksums off."""
+
+    crc_at: int
+    """First byte of the recorded checksum, counted from the start of the item."""
 
 
 def read_directory(length: int, read: Read) -> list[Record]:
@@ -158,7 +162,7 @@ def _read_entry(
         _, _, name = raw_name.decode().partition("/")
     except UnicodeDecodeError:
         raise CheckpointFormatError(f"record name {raw_name!r:.100} is not UTF-8") from None
-    return Record(name, contents, length, crc), next_position, end
+    return Record(name, contents, length, crc, limit + position + _CRC_AT), next_position, end
 
 
 def _widen(extra: bytes, fields: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -131,7 +131,9 @@ def find_crc(parts: Iterable[CrcPart], length: int) -> int | None:
         else:
             return None
         position = chain[-1].end if chain else 0
-    crc = 0
-    for part in chain:
+    if not chain:
+        return 0
+    crc = chain[0].crc
+    for part in chain[1:]:
         crc = combine_crc(crc, part.crc, part.end - part.start)
     return crc

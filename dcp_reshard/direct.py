@@ -24,9 +24,10 @@ from dcp_reshard.container import Record, read_directory, read_record
 from dcp_reshard.crc import CrcPart, crc32
 from dcp_reshard.errors import CheckpointFormatError, CorruptRecordError, ReshardError, StorageError
 from dcp_reshard.options import ReaderOptions
-from dcp_reshard.payload import Payload, probe_payload
+from dcp_reshard.payload import Payload
 from dcp_reshard.probe import Item, ItemBytes, probe_items
 from dcp_reshard.storage import CountingSource
+from dcp_reshard.template import PayloadProber
 from dcp_reshard.transfer import ChunkPart, RecordKey, Transfer, copy_elements, plan_requests
 
 __all__ = ["DirectRead", "RecordUse", "WantedPart"]
@@ -99,6 +100,7 @@ class DirectRead:
     bytes_direct: int = 0
     """Bytes read straight into their destination."""
 
+    _prober: PayloadProber = field(default_factory=PayloadProber, init=False)
     _small: list[tuple[ChunkPart, bytes]] = field(default_factory=list, init=False)
     _small_bytes: int = field(default=0, init=False)
     _large: list[ChunkPart] = field(default_factory=list, init=False)
@@ -186,7 +188,7 @@ class DirectRead:
     def _take_chunk(self, wanted: list[WantedPart], item: ItemBytes) -> None:
         first = wanted[0]
         with _context("tensor", first.fqn, item.item):
-            payload = probe_payload(item.item.length, item.read)
+            payload = self._prober.probe(item)
             if payload is None:
                 with self._lock:
                     self._unknown.append((item.item, wanted))

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from dcp_reshard.catalog import Catalog
 from dcp_reshard.catalog_builder import build_catalog
 from dcp_reshard.errors import CheckpointFormatError, StorageError
+from dcp_reshard.garbage import paused_gc
 from dcp_reshard.storage import ByteSource, open_source, read_bytes
 from dcp_reshard.unpickle import unpickle_metadata
 
@@ -50,6 +51,7 @@ class DcpCheckpoint:
         return os.fspath(self.path)
 
 
+@paused_gc()
 def read_catalog(source: ByteSource) -> Catalog:
     """Read the metadata of a checkpoint.
 

@@ -12,6 +12,7 @@ Does no I/O of its own: bytes come from the `read` function it is given.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from dcp_reshard.container import Read, Record, read_directory, read_record
 from dcp_reshard.errors import CheckpointFormatError
 from dcp_reshard.ranges import may_overlap
 
-__all__ = ["PROBE_BYTES", "Payload", "probe_payload"]
+__all__ = ["PROBE_BYTES", "Payload", "find_payload", "probe_payload"]
 
 PROBE_BYTES = 2048
 """Bytes at the start and at the end of an item that are enough to probe it, in practice."""
@@ -63,7 +64,12 @@ def probe_payload(length: int, read: Read) -> Payload | None:
         CheckpointFormatError: The container is not what `torch.save` writes.
         CorruptRecordError: ``data.pkl`` does not have its recorded checksum.
     """
-    records = {record.name: record for record in read_directory(length, read)}
+    return find_payload(read_directory(length, read), read)
+
+
+def find_payload(directory: Iterable[Record], read: Read) -> Payload | None:
+    """As `probe_payload`, once the records are known."""
+    records = {record.name: record for record in directory}
     pickle_record = records.get("data.pkl")
     if pickle_record is None:
         raise CheckpointFormatError("the container has no record `data.pkl`")

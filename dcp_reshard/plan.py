@@ -250,6 +250,10 @@ def plan_reads(
 
 def _plan_parts(stored: StoredTensor, want: Want) -> Iterable[ReadPart]:
     for shard, box in enumerate(want.boxes):
+        if len(stored.chunks) == 1:
+            # It tiles the tensor, so it is all of it; most small tensors are stored like that.
+            yield ReadPart(0, shard, box)
+            continue
         index, parts = stored.chunks.intersect(box)
         for i, chunk in enumerate(index.tolist()):
             yield ReadPart(chunk, shard, parts[i])

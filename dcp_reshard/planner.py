@@ -32,6 +32,7 @@ from dcp_reshard._torch import (
 from dcp_reshard.box import Box
 from dcp_reshard.catalog import Catalog
 from dcp_reshard.errors import LayoutError, PlanError, UnsafeCheckpointError
+from dcp_reshard.garbage import paused_gc
 from dcp_reshard.layout import TensorLayout, collect_layout
 from dcp_reshard.plan import PlanOptions, ReadPlan, TensorPlan, Want, plan_reads
 from dcp_reshard.torch_metadata import catalog_of
@@ -101,6 +102,7 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             self.state_dict = dict(state_dict)
             self.mappings = {key: (key,) for key in state_dict}
 
+    @paused_gc()
     def create_local_plan(self) -> LoadPlan:
         """Plan this rank's reads.
 

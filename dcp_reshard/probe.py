@@ -50,12 +50,19 @@ class ItemBytes:
 
     def read(self, start: int, end: int) -> bytes:
         """Bytes `start` to `end` of the item."""
-        for first, contents in self.parts:
-            if first <= start and end <= first + len(contents):
-                return bytes(contents[start - first : end - first])
+        known = self.view(start, end)
+        if known is not None:
+            return bytes(known)
         buffer = bytearray(end - start)
         self.source.read_into(self.item.file, self.item.start + start, [memoryview(buffer)])
         return bytes(buffer)
+
+    def view(self, start: int, end: int) -> memoryview | None:
+        """Bytes `start` to `end` of the item, if they have been read."""
+        for first, contents in self.parts:
+            if first <= start and end <= first + len(contents):
+                return contents[start - first : end - first]
+        return None
 
     @property
     def whole(self) -> memoryview | None:

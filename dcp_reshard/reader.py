@@ -39,6 +39,7 @@ from dcp_reshard.catalog import Catalog, CatalogSource
 from dcp_reshard.collectives import all_ranks_succeeded, compute_once
 from dcp_reshard.direct import DirectRead, WantedPart
 from dcp_reshard.errors import InconsistentRanksError, PeerFailedError, PlanError
+from dcp_reshard.garbage import paused_gc
 from dcp_reshard.metadata import DcpCheckpoint
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.report import ReadStats
@@ -199,6 +200,7 @@ class ReshardStorageReader(StorageReader):
             for plan, digest in zip(plans, digests, strict=True)
         ]
 
+    @paused_gc()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read everything that the plan asks for into the memory that the planner gives.
 

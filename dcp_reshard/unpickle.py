@@ -10,23 +10,21 @@ A pickle is a program. Two gates stand before it:
 2. An unpickler whose `find_class` knows only the names below. Each stands for an inert record
    of this module with the expected fields and nothing else; torch's own classes are not built.
 
-Any other name, field, or opcode is an error. The cyclic garbage collector is paused during the
-unpickling: it would visit millions of young objects, none of which is garbage, again and again.
+Any other name, field, or opcode is an error.
 """
 
 from __future__ import annotations
 
-import gc
 import io
 import pickle
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
 from dcp_reshard.errors import CheckpointFormatError, UnsafeCheckpointError
+from dcp_reshard.garbage import paused_gc
 
 __all__ = [
     "BytesEntry",
@@ -308,18 +306,6 @@ class _Unpickler(pickle.Unpickler):
         raise UnsafeCheckpointError("the metadata has a persistent id, which is refused")
 
 
-@contextmanager
-def _paused_gc() -> Iterator[None]:
-    # torch 2.13 leaves the collector on: 2.3 to 6.5 times the time for the same objects.
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def unpickle_metadata(data: bytes, *, file: str) -> MetadataEntry:
     """The metadata as inert records.
 
@@ -339,7 +325,7 @@ def unpickle_metadata(data: bytes, *, file: str) -> MetadataEntry:
     check_opcodes(data, file=file)
     stream = io.BytesIO(data)
     try:
-        with _paused_gc():
+        with paused_gc():
             value = _Unpickler(stream).load()
     except CheckpointFormatError as error:
         raise type(error)(f"file {file!r}: {error}", file=file) from error
