@@ -1,14 +1,17 @@
-"""A byte source that remembers what it was asked for, and fails on demand."""
+"""A byte source that remembers what it was asked for, and fails on demand; a checkpoint of such."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from dcp_reshard.storage import ByteSource
+from dcp_reshard.catalog import Catalog
+from dcp_reshard.metadata import METADATA_FILE, read_catalog
+from dcp_reshard.storage import ByteSource, LocalSource
 
-__all__ = ["RecordingSource", "Request"]
+__all__ = ["RecordingCheckpoint", "RecordingSource", "Request"]
 
 
 class Request(NamedTuple):
@@ -75,3 +78,37 @@ class RecordingSource:
         """Close the other source."""
         self.closed = True
         self._inner.close()
+
+
+class RecordingCheckpoint:
+    """A folder that `dcp.save` wrote, as a `CatalogSource` whose source remembers.
+
+    Attributes:
+        source: What the reader opened last.
+    """
+
+    source: RecordingSource
+
+    def __init__(self, path: str | Path, **options: Any) -> None:
+        """Take the folder, and options for the `RecordingSource`."""
+        self._path = Path(path)
+        self._options = options
+
+    def open(self) -> ByteSource:
+        """The files of the folder."""
+        self.source = RecordingSource(LocalSource(self._path), **self._options)
+        return self.source
+
+    def read_catalog(self, source: ByteSource) -> Catalog:
+        """What they hold."""
+        return read_catalog(source)
+
+    @property
+    def data_requests(self) -> list[Request]:
+        """What was asked of data files."""
+        return [request for request in self.source.requests if request.name != METADATA_FILE]
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes asked of data files."""
+        return sum(request.length for request in self.data_requests)
