@@ -190,7 +190,7 @@ class Transfer:
         pool: SimpleQueue[_Staging] = SimpleQueue()
         for _ in range(self.threads * (2 if cuda else 1)):
             pool.put(_Staging(self.max_bytes, pinned=cuda))
-        stream = torch.cuda.Stream() if cuda else None  # type: ignore[no-untyped-call]
+        stream = _side_stream() if cuda else None
         run_threads(
             lambda request: self._perform(request, pool, stream),
             requests,
@@ -283,27 +283,42 @@ def _direct_memory(piece: _Piece) -> memoryview | None:
     return _memory(flat.view(torch.uint8))
 
 
+def _side_stream() -> torch.cuda.Stream:
+    """A stream for copies, behind what the current one has still to do to the destinations."""
+    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    return stream
+
+
 def _copy_piece(piece: _Piece, buffer: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
     payload = piece.part.payload
     strides = tuple(s // payload.dtype.itemsize for s in payload.strides)
     elements = buffer[: piece.span.length].view(payload.dtype)
     source = torch.as_strided(elements, piece.span.sizes, strides)
-    if stream is None or not piece.part.dest.is_cuda:
+    if stream is None or piece.part.dest.device != stream.device:
         copy_elements(piece.part.fqn, piece.dest, source)
         return
     with torch.cuda.stream(stream):
-        copy_elements(piece.part.fqn, piece.dest, source)
+        copy_elements(piece.part.fqn, piece.dest, source, non_blocking=True)
 
 
-def copy_elements(fqn: str, dest: torch.Tensor, source: torch.Tensor) -> None:
+def copy_elements(
+    fqn: str, dest: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False
+) -> None:
     """Copy into the destination, in place.
+
+    Args:
+        fqn: Key in the state dict, for messages.
+        dest: The destination.
+        source: The elements, of the same shape; on the CPU.
+        non_blocking: Whether the copy may still be under way on return.
 
     Raises:
         DtypeMismatchError: A cast made something else of a value than its nearest neighbour.
     """
     with torch.inference_mode() if dest.is_inference() else torch.no_grad():
         if dest.dtype == source.dtype or not dest.dtype.is_floating_point:
-            dest.copy_(source, non_blocking=True)
+            dest.copy_(source, non_blocking=non_blocking)
             return
         # A cast is rare, and has to be looked at: the result is made on the host first.
         cast = source.to(dest.dtype)
