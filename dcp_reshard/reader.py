@@ -278,11 +278,15 @@ class ReshardStorageReader(StorageReader):
         read = DirectRead(self._source, self._catalog, self.options, self.on_progress)
         ok = False
         try:
-            read.run(
-                [part for _, part in parts],
-                [self._catalog.objects[item.storage_index.fqn] for item in objects],
-            )
-            self._source.close()
+            try:
+                read.run(
+                    [part for _, part in parts],
+                    [self._catalog.objects[item.storage_index.fqn] for item in objects],
+                )
+            finally:
+                # Also after a failure: a job that tries again must not run out of descriptors. That
+                # a file has changed explains most other errors, so it may take their place.
+                self._source.close()
             ok = True
         finally:
             all_ok = all_ranks_succeeded(ok=ok, group=self.process_group) if exchange else ok
