@@ -64,6 +64,9 @@ class TensorLayout:
 def collect_layout(state_dict: Mapping[str, Any]) -> dict[str, TensorLayout]:
     """Layouts of all tensors of a flattened state dict; other values are left out.
 
+    A value may be a `TensorLayout` itself: one that no tensor class can describe, such as a part of
+    an FSDP1 flat parameter.
+
     Raises:
         LayoutError: A tensor cannot be described; the message names it and the reason.
 
@@ -73,9 +76,9 @@ def collect_layout(state_dict: Mapping[str, Any]) -> dict[str, TensorLayout]:
         [('w', '[0:2, 0:3]')]
     """
     return {
-        fqn: collect_tensor_layout(fqn, value)
+        fqn: value if isinstance(value, TensorLayout) else collect_tensor_layout(fqn, value)
         for fqn, value in state_dict.items()
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, (torch.Tensor, TensorLayout))
     }
 
 

@@ -208,12 +208,12 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             self._layouts |= collect_layout({fqn: real})
 
 
-def _is_meta(tensor: torch.Tensor) -> bool:
+def _is_meta(tensor: torch.Tensor | TensorLayout) -> bool:
     # torch 2.13 guesses the device of a ShardedTensor that has no shard on this rank, and asks for
     # a CUDA device where the group is not gloo's; without CUDA that raises.
     if isinstance(tensor, ShardedTensor):
         return any(_is_meta(shard.tensor) for shard in tensor.local_shards())
-    return tensor.device.type == "meta"
+    return not isinstance(tensor, TensorLayout) and tensor.device.type == "meta"
 
 
 def _object_item(fqn: str, key: str) -> ReadItem:
