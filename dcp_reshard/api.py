@@ -71,8 +71,10 @@ def load(
         >>> report = load({"w": w}, path, no_dist=True)  # doctest: +SKIP
         >>> print(report)  # doctest: +SKIP
     """
-    alone = no_dist or not (dist.is_available() and dist.is_initialized())
-    rank = 0 if alone else dist.get_rank(process_group)
+    grouped = dist.is_available() and dist.is_initialized()
+    alone = no_dist or not grouped
+    # Also of a rank that loads alone: its report says whose it is, and one bar is enough.
+    rank = dist.get_rank(process_group) if grouped else 0
     started = time.perf_counter()
     planner = ReshardLoadPlanner(
         options=PlanOptions(
