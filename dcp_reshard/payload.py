@@ -48,6 +48,11 @@ class Payload:
     record: Record
     """The record that the elements lie in."""
 
+    @property
+    def extent(self) -> int:
+        """Bytes from element 0 to the end of the record."""
+        return self.record.start + self.record.length - self.start
+
 
 def probe_payload(length: int, read: Read) -> Payload | None:
     """Find the elements of a tensor that `torch.save` wrote.

@@ -17,6 +17,7 @@ Pure arithmetic on Python integers; reads nothing and knows no tensor.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -49,7 +50,7 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A sub-box, and the bytes from its first to its last element."""
+    """A sub-box, and the bytes to read for it."""
 
     offsets: tuple[int, ...]
     """First index of the sub-box in each dim of the array."""
@@ -58,10 +59,13 @@ class Span:
     """Number of indices in each dim."""
 
     start: int
-    """Byte of the first element, counted from element 0 of the array."""
+    """First byte to read, counted from element 0 of the array."""
 
     length: int
-    """Bytes from the first element to the end of the last one, gaps included."""
+    """Bytes to read, gaps included."""
+
+    lead: int
+    """Bytes before the first element; 0 if there is no gap."""
 
     nbytes: int
     """Bytes of the elements alone; equal to `length` if there is no gap."""
@@ -120,10 +124,14 @@ def plan_spans(
     *,
     strides: Sequence[int],
     itemsize: int,
+    extent: int,
     request_bytes: int,
     max_bytes: int,
 ) -> Iterator[Span]:
     """Spans that together read the box, each element in exactly one of them.
+
+    A span with gaps is widened to whole rows: what it reads then is the same for all ranks that
+    want other columns of these rows, and one such rank alone can tell the checksum of all of them.
 
     Args:
         offsets: First index of the box in each dim.
@@ -131,6 +139,7 @@ def plan_spans(
         strides: Bytes from one index to the next in each dim, not negative, in any order. Elements
             must not overlap.
         itemsize: Bytes of one element.
+        extent: Bytes of the array, counted from element 0: nothing beyond is read.
         request_bytes: What a request costs, in bytes that could be read in the same time.
         max_bytes: No span is longer, unless one element is.
 
@@ -138,10 +147,14 @@ def plan_spans(
         Spans in the order of the array's bytes, as far as the dims walked allow.
 
     Example:
-        >>> columns = plan_spans((0, 2), (3, 2), strides=(16, 4), itemsize=4,
+        >>> columns = plan_spans((0, 2), (3, 2), strides=(16, 4), itemsize=4, extent=48,
         ...                      request_bytes=4, max_bytes=1024)
         >>> [(s.start, s.length) for s in columns]
         [(8, 8), (24, 8), (40, 8)]
+        >>> joined = plan_spans((0, 2), (3, 2), strides=(16, 4), itemsize=4, extent=48,
+        ...                     request_bytes=16, max_bytes=1024)
+        >>> [(s.start, s.length, s.lead) for s in joined]
+        [(0, 48, 8)]
     """
     if 0 in sizes:
         return
@@ -167,7 +180,7 @@ def plan_spans(
     for index in itertools.product(*(range(sizes[d]) for d in walked)):
         for dim, i in zip(walked, index, strict=True):
             base[dim] = offsets[dim] + i
-        yield from _cut_span(base, inner, strides, itemsize, max_bytes)
+        yield from _cut_span(base, inner, strides, itemsize, extent, max_bytes)
 
 
 def _cut_span(
@@ -175,26 +188,41 @@ def _cut_span(
     sizes: Sequence[int],
     strides: Sequence[int],
     itemsize: int,
+    extent: int,
     max_bytes: int,
 ) -> Iterator[Span]:
-    length = itemsize + sum(st * (s - 1) for st, s in zip(strides, sizes, strict=True))
+    span = _make_span(offsets, sizes, strides, itemsize, extent)
     widest = max(
         (d for d in range(len(sizes)) if sizes[d] > 1), key=lambda d: strides[d], default=-1
     )
-    if length <= max_bytes or widest < 0:
-        nbytes = itemsize
-        for size in sizes:
-            nbytes *= size
-        start = sum(o * st for o, st in zip(offsets, strides, strict=True))
-        yield Span(tuple(offsets), tuple(sizes), start, length, nbytes)
+    if span.length <= max_bytes or widest < 0:
+        yield span
         return
-    row = length - strides[widest] * (sizes[widest] - 1)
-    rows = max(1, 1 + (max_bytes - row) // strides[widest]) if row <= max_bytes else 1
+    # One index less is one stride less: this many fit, at least one.
+    over = -(-(span.length - max_bytes) // strides[widest])
+    rows = max(1, sizes[widest] - over)
     for first in range(0, sizes[widest], rows):
         part_offsets, part_sizes = list(offsets), list(sizes)
         part_offsets[widest] += first
         part_sizes[widest] = min(rows, sizes[widest] - first)
-        yield from _cut_span(part_offsets, part_sizes, strides, itemsize, max_bytes)
+        yield from _cut_span(part_offsets, part_sizes, strides, itemsize, extent, max_bytes)
+
+
+def _make_span(
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    itemsize: int,
+    extent: int,
+) -> Span:
+    first = sum(o * st for o, st in zip(offsets, strides, strict=True))
+    last = first + sum((s - 1) * st for s, st in zip(sizes, strides, strict=True)) + itemsize
+    nbytes = itemsize * math.prod(sizes)
+    start, end = first, last
+    if nbytes != last - first:
+        row = max(st for st, s in zip(strides, sizes, strict=True) if s > 1)
+        start, end = first // row * row, min(-(-last // row) * row, extent)
+    return Span(tuple(offsets), tuple(sizes), start, end - start, first - start, nbytes)
 
 
 def group_ranges(ranges: Sequence[ByteRange], *, max_gap: int, max_bytes: int) -> list[RangeGroup]:

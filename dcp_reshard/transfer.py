@@ -118,6 +118,7 @@ def plan_requests(
             tuple(part.dest.shape),
             strides=part.payload.strides,
             itemsize=part.payload.dtype.itemsize,
+            extent=part.payload.extent,
             request_bytes=request_bytes,
             max_bytes=max_bytes,
         )
@@ -293,8 +294,10 @@ def _side_stream() -> torch.cuda.Stream:
 def _copy_piece(piece: _Piece, buffer: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
     payload = piece.part.payload
     strides = tuple(s // payload.dtype.itemsize for s in payload.strides)
-    elements = buffer[: piece.span.length].view(payload.dtype)
-    source = torch.as_strided(elements, piece.span.sizes, strides)
+    whole = piece.span.length // payload.dtype.itemsize * payload.dtype.itemsize
+    elements = buffer[:whole].view(payload.dtype)
+    offset = piece.span.lead // payload.dtype.itemsize
+    source = torch.as_strided(elements, piece.span.sizes, strides, offset)
     if stream is None or piece.part.dest.device != stream.device:
         copy_elements(piece.part.fqn, piece.dest, source)
         return
