@@ -296,7 +296,8 @@ def _copy_piece(piece: _Piece, buffer: torch.Tensor, stream: torch.cuda.Stream |
     strides = tuple(s // payload.dtype.itemsize for s in payload.strides)
     whole = piece.span.length // payload.dtype.itemsize * payload.dtype.itemsize
     elements = buffer[:whole].view(payload.dtype)
-    offset = piece.span.lead // payload.dtype.itemsize
+    # `as_strided` counts from the start of the storage, not of the view.
+    offset = elements.storage_offset() + piece.span.lead // payload.dtype.itemsize
     source = torch.as_strided(elements, piece.span.sizes, strides, offset)
     if stream is None or piece.part.dest.device != stream.device:
         copy_elements(piece.part.fqn, piece.dest, source)
