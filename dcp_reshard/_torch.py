@@ -33,7 +33,7 @@ from torch.distributed.tensor.placement_types import (
 )
 
 from dcp_reshard.errors import LayoutError
-from dcp_reshard.sharding import Cut
+from dcp_reshard.sharding import Cut, cut_order
 
 __all__ = [
     "DTensor",
@@ -54,7 +54,13 @@ KeyPath = tuple[str | int, ...]
 
 
 def dtensor_cuts(tensor: DTensor, *, fqn: str) -> list[Cut] | None:
-    """The cuts that a DTensor's placements make on this rank, in the order of the mesh axes.
+    """The cuts that a DTensor's placements make on this rank, in the order in which they were made.
+
+    torch 2.13 has two readings of `_StridedShard`, told apart by a private field of the spec. As
+    FSDP2 uses it, it says that axes to its right cut the dim before it did; where a view
+    (``flatten``, say) has made it, it is meant by definition, and the axes cut from left to right.
+    The order of plain shards is from left to right unless the spec has another
+    (`DTensorSpec.shard_order`).
 
     Returns:
         The cuts, or None if this rank is not part of the tensor's mesh.
@@ -63,7 +69,7 @@ def dtensor_cuts(tensor: DTensor, *, fqn: str) -> list[Cut] | None:
         LayoutError: A placement is neither a shard nor a replica (`Partial`, say).
     """
     coordinate = tensor.device_mesh.get_coordinate()
-    cuts: list[Cut] = []
+    cuts: dict[int, Cut] = {}
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):
             continue
@@ -72,8 +78,7 @@ def dtensor_cuts(tensor: DTensor, *, fqn: str) -> list[Cut] | None:
             raise LayoutError(
                 f"tensor `{fqn}`: placement {placement!r} on mesh axis {axis} is not a shard or a "
                 f"replica, so no element of the checkpoint belongs to one rank of it; placements "
-                f"are "
-                f"{tensor.placements!r}",
+                f"are {tensor.placements!r}",
                 fqn=fqn,
             )
         dim = placement.dim + tensor.ndim if placement.dim < 0 else placement.dim
@@ -85,8 +90,16 @@ def dtensor_cuts(tensor: DTensor, *, fqn: str) -> list[Cut] | None:
             )
         if coordinate is not None:
             split = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-            cuts.append(Cut(dim, tensor.device_mesh.size(axis), coordinate[axis], split))
-    return None if coordinate is None else cuts
+            cuts[axis] = Cut(dim, tensor.device_mesh.size(axis), coordinate[axis], split)
+    if coordinate is None:
+        return None
+    spec = tensor._spec
+    if not spec.use_strided_shard_as_shard_order:
+        return [cuts[axis] for entry in spec.shard_order for axis in entry.mesh_dims]
+    dims = sorted({cut.dim for cut in cuts.values()})
+    return [
+        cut for dim in dims for cut in cut_order([cut for cut in cuts.values() if cut.dim == dim])
+    ]
 
 
 def empty_dtensor_like(
@@ -94,7 +107,7 @@ def empty_dtensor_like(
 ) -> DTensor:
     """A DTensor of `param`'s layout, of another dtype, with uninitialised local memory."""
     local = param.to_local().detach()
-    return DTensor.from_local(
+    made = DTensor.from_local(
         torch.empty_like(local, dtype=dtype, device=device or local.device, requires_grad=False),
         param.device_mesh,
         param.placements,
@@ -102,6 +115,10 @@ def empty_dtensor_like(
         shape=param.shape,
         stride=param.stride(),
     )
+    # `from_local` of torch 2.13 reads placements in the way that it guesses; see `dtensor_cuts`.
+    made._spec.use_strided_shard_as_shard_order = param._spec.use_strided_shard_as_shard_order
+    made._spec.shard_order = param._spec.shard_order
+    return made
 
 
 def empty_sharded_tensor_like(

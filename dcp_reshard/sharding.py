@@ -14,10 +14,10 @@ dim::
     tp first:  0 1 2 3 4 5 6        | 7 8 9 10 11 12
     then dp:   0 1 2 | 3 4 5 | 6    | 7 8 | 9 10 | 11 12
 
-`cut_order` restores that order. Evaluating the placements left to right instead (which torch 2.13's
-`compute_local_shape_and_global_offset` does) cuts the concatenated pieces once more, and gives
-other rows whenever sizes are uneven. A strided cut without such axes to its right is taken by
-definition; what a rank then holds can be many runs.
+`cut_order` restores that order. Evaluating the placements left to right instead, as torch 2.13's
+`compute_local_shape_and_global_offset` does, cuts the concatenated pieces once more, and can give
+other rows where sizes are uneven. It is right only where no order of plain cuts is meant (views
+make such placements, too); what a rank then holds can be many runs.
 
 Integers only; no tensor, no mesh.
 """
@@ -25,6 +25,7 @@ Integers only; no tensor, no mesh.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ __all__ = [
     "Cut",
     "Run",
     "ShardBox",
+    "apply_cuts",
     "chunk_bounds",
     "cut_order",
     "held_runs",
@@ -88,26 +90,22 @@ def cut_order(cuts: Sequence[Cut]) -> list[Cut]:
 
     Returns:
         The cuts to be applied one after the other. A strided cut whose split factor is explained by
-        cuts to its right comes after these, with its split factor back at 1.
+        cuts to its right comes after these, with its split factor back at 1. If one of them is not
+        explained, no order of plain cuts is meant: all stay as and where they are.
     """
     order: list[Cut] = []
     for cut in reversed(cuts):
-        position = _position_after(order, cut.split_factor) if cut.split_factor > 1 else None
+        position = _position_after(order, cut.split_factor)
         if position is None:
-            order.insert(0, cut)
-        else:
-            order.insert(position, Cut(cut.dim, cut.num_shards, cut.index))
+            return list(cuts)
+        order.insert(position, Cut(cut.dim, cut.num_shards, cut.index))
     return order
 
 
 def _position_after(order: Sequence[Cut], shards: int) -> int | None:
     """How many of the first cuts of `order` make exactly this number of shards, if any do."""
-    product = 1
-    for position, cut in enumerate(order, start=1):
-        product *= cut.num_shards
-        if product == shards:
-            return position
-    return None
+    products = itertools.accumulate((cut.num_shards for cut in order), operator.mul, initial=1)
+    return next((i for i, product in enumerate(products) if product == shards), None)
 
 
 def _pick(held: Sequence[Run], start: int, end: int) -> list[Run]:
@@ -159,8 +157,18 @@ def held_runs(size: int, cuts: Sequence[Cut]) -> list[Run]:
         >>> held_runs(4, [Cut(0, 2, 1, split_factor=2)])
         [Run(start=1, length=1), Run(start=3, length=1)]
     """
+    return apply_cuts(size, cut_order(cuts))
+
+
+def apply_cuts(size: int, cuts: Sequence[Cut]) -> list[Run]:
+    """Runs of a dim of `size` indices that are held after its cuts, made one after the other.
+
+    Example:
+        >>> apply_cuts(13, [Cut(0, 3, 2, split_factor=2), Cut(0, 2, 0)])
+        [Run(start=6, length=1), Run(start=11, length=1)]
+    """
     held = [Run(0, size)] if size else []
-    for cut in cut_order(cuts):
+    for cut in cuts:
         held = _apply(held, cut)
     return held
 
@@ -172,7 +180,7 @@ def plan_shard_boxes(
 
     Args:
         shape: Global shape.
-        cuts: One per sharding mesh axis, in the order of the mesh axes.
+        cuts: One per sharding mesh axis; those of one dim in the order in which they were made.
 
     Returns:
         The shape of the local tensor, and the boxes that make it up; no box if it is empty.
@@ -185,7 +193,7 @@ def plan_shard_boxes(
         ((4, 2), '[0:4, 2:4]', (0, 0))
     """
     runs = [
-        held_runs(size, [cut for cut in cuts if cut.dim == dim]) for dim, size in enumerate(shape)
+        apply_cuts(size, [cut for cut in cuts if cut.dim == dim]) for dim, size in enumerate(shape)
     ]
     local_shape = tuple(sum(run.length for run in dim_runs) for dim_runs in runs)
     starts = [[0, *itertools.accumulate(run.length for run in dim_runs)][:-1] for dim_runs in runs]

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.distributed.multi_threaded_pg import (
     ProcessLocalGroup,
@@ -37,6 +38,8 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
     Meshes and DTensors can be built as usual, except with collectives: give `distribute_tensor` the
     argument ``src_data_rank=None``. They stay readable after the world has ended.
     """
+    # Layouts of results that torch has worked out for another rank hold that rank's mesh.
+    _clear_sharding_prop_cache()
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
