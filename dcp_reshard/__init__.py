@@ -26,12 +26,14 @@ from dcp_reshard.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
+from dcp_reshard.fused import FusedBlocks
 from dcp_reshard.optimizer import load_sharded_optimizer_state_dict
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.plan import PlanOptions, ReadPlan, Want, plan_reads
 from dcp_reshard.planner import ReshardLoadPlanner
 from dcp_reshard.reader import ReshardStorageReader
 from dcp_reshard.report import LoadReport
+from dcp_reshard.reshard import LazySplit, reshard_tensor
 
 __version__ = "0.1.0"
 
@@ -42,8 +44,10 @@ __all__ = [
     "ChunkCoverageError",
     "CorruptRecordError",
     "DtypeMismatchError",
+    "FusedBlocks",
     "InconsistentRanksError",
     "LayoutError",
+    "LazySplit",
     "LoadReport",
     "MissingExtraError",
     "MissingTensorError",
@@ -63,4 +67,5 @@ __all__ = [
     "load",
     "load_sharded_optimizer_state_dict",
     "plan_reads",
+    "reshard_tensor",
 ]

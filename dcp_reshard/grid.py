@@ -1,17 +1,18 @@
-"""A grid of tensor-parallel x data-parallel ranks: which elements of a tensor does a rank hold?
+"""A grid of tensor-parallel x data-parallel ranks: which boxes of a tensor does each rank hold?
 
 Tensor parallelism (tp) cuts a tensor along one dim, data parallelism (dp) cuts what is left along
-dim 0. Along the dim that tp cuts, a rank holds *segments* of the global tensor: one for a plain
-tensor, one per block for a fused one, in which several matrices share a dim and each is cut by
-itself::
+dim 0::
 
-    gate|up of 4 + 4 rows, tp=2          global rows          rank 0's rows
-                                         g0 g1 g2 g3          g0 g1 u0 u1
-                                         u0 u1 u2 u3          rank 1's rows
-                                                              g2 g3 u2 u3
+    tp=2 cuts dim 1, dp=2 cuts dim 0     tp=2 and dp=2 cut dim 0
+    +-----------+-----------+            +-----------------------+
+    | tp0, dp0  | tp1, dp0  |            | tp0, dp0              |
+    +-----------+-----------+            | tp0, dp1              |
+    | tp0, dp1  | tp1, dp1  |            | tp1, dp0              |
+    +-----------+-----------+            | tp1, dp1              |
+                                         +-----------------------+
 
-So rank 0 has the segments (local 0, global 0, length 2) and (local 2, global 4, length 2).
-`plan_split_boxes` makes boxes of them, for the ranks that stored and for those that load alike.
+`plan_grid` says what the ranks hold that stored a tensor, from the shapes of their splits;
+`plan_target` says it for a rank of a grid of another size, by rule.
 
 Integers only; no tensor, no file.
 """
@@ -19,184 +20,154 @@ Integers only; no tensor, no file.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dcp_reshard.box import Box
+from dcp_reshard.fused import FusedBlocks, Segment, cut_dim, join_dim
 from dcp_reshard.sharding import ShardBox, chunk_bounds
 
-__all__ = ["FusedBlocks", "Segment", "cut_dim", "join_dim", "plan_split_boxes"]
+__all__ = ["Grid", "Held", "plan_grid", "plan_target"]
 
 
 @dataclass(frozen=True, slots=True)
-class FusedBlocks:
-    """Blocks that are fused along the dim that tensor parallelism cuts, each cut by itself.
+class Held:
+    """What one rank holds of a tensor."""
 
-    Example:
-        >>> gate_up = FusedBlocks((11008, 11008))
-        >>> qkv = FusedBlocks((32 * 128, 8 * 128, 8 * 128), unit=128)
-        >>> FusedBlocks((30, 10), unit=4)
-        Traceback (most recent call last):
-            ...
-        ValueError: a block of 30 indices cannot be cut into units of 4
-    """
+    shape: tuple[int, ...]
+    """Shape of its split."""
 
-    sizes: tuple[int, ...]
-    """Indices of each block in the global tensor, in the order in which they are fused."""
-
-    unit: int = 1
-    """Indices that are never cut apart: the size of an attention head, say."""
-
-    repeat: bool = False
-    """Give a block of fewer units than ranks to the ranks in turn, a unit each, repeated (as
-    key and value heads are where there are more ranks than such heads), not to the first ranks
-    alone."""
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        if self.unit < 1 or not self.sizes or any(size < 0 for size in self.sizes):
-            raise ValueError(f"blocks of {self.sizes!r} indices in units of {self.unit!r}")
-        for size in self.sizes:
-            if size % self.unit:
-                raise ValueError(
-                    f"a block of {size} indices cannot be cut into units of {self.unit}"
-                )
-
-    @property
-    def total(self) -> int:
-        """Indices of all blocks."""
-        return sum(self.sizes)
+    boxes: tuple[ShardBox, ...]
+    """The boxes that make it up, none of them empty, in the order in which they lie in it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Consecutive indices of a dim that a rank holds."""
+class Grid:
+    """What all ranks hold of a tensor."""
 
-    local: int
-    """First index in what the rank holds."""
+    shape: tuple[int, ...]
+    """Global shape."""
 
-    start: int
-    """First index in the global tensor."""
+    segments: tuple[tuple[Segment, ...], ...]
+    """Segments of each tp rank along the dim that tp cuts; empty if it cuts none."""
 
-    length: int
-    """Number of indices, at least 1."""
-
-
-def cut_dim(size: int, ranks: int, rank: int, *, fused: FusedBlocks | None) -> list[Segment]:
-    """What rank `rank` holds of a dim that is cut over `ranks` ranks by rule.
-
-    Raises:
-        ValueError: The blocks do not add up to the dim, or cannot be repeated over the ranks.
-
-    Example:
-        >>> cut_dim(8, 2, 1, fused=FusedBlocks((4, 4)))
-        [Segment(local=0, start=2, length=2), Segment(local=2, start=6, length=2)]
-    """
-    if fused is None:
-        fused = FusedBlocks((size,))
-    if fused.total != size:
-        raise ValueError(
-            f"blocks of {fused.sizes!r} indices make {fused.total}, but the dim has {size}"
-        )
-    segments: list[Segment] = []
-    local = first = 0
-    for block in fused.sizes:
-        start, end = _cut_block(block // fused.unit, ranks, rank, fused)
-        length = (end - start) * fused.unit
-        if length:
-            segments.append(Segment(local, first + start * fused.unit, length))
-        local += length
-        first += block
-    return segments
+    splits: tuple[tuple[Held, ...], ...]
+    """What tp rank t and dp rank d hold, at ``[t][d]``."""
 
 
-def _cut_block(units: int, ranks: int, rank: int, fused: FusedBlocks) -> tuple[int, int]:
-    if not fused.repeat or units >= ranks or not units:
-        return chunk_bounds(units, ranks, rank)
-    if ranks % units:
-        raise ValueError(f"{units} units cannot be repeated evenly over {ranks} ranks")
-    unit = rank * units // ranks
-    return unit, unit + 1
-
-
-def join_dim(
-    lengths: Sequence[int], *, fused: FusedBlocks | None
-) -> tuple[int, list[list[Segment]]]:
-    """The global size of a dim, and each rank's segments, from what the ranks hold of it.
+def plan_grid(
+    shapes: Sequence[Sequence[tuple[int, ...]]], *, dim: int | None, fused: FusedBlocks | None
+) -> Grid:
+    """What each rank holds, from the shapes of all splits.
 
     Args:
-        lengths: Indices that each rank holds. Ranks may differ.
-        fused: How blocks are fused; then the lengths are those that its rule gives.
+        shapes: Shape of the split of tp rank t and dp rank d at ``[t][d]``. Ranks may differ along
+            the dims that are cut.
+        dim: The dim that tp cuts; None if all tp ranks hold the same.
+        fused: How blocks are fused along it.
 
     Raises:
-        ValueError: A rank holds another number of indices than the rule for fused blocks says.
+        ValueError: The shapes do not fit together.
 
     Example:
-        >>> join_dim([3, 2], fused=None)
-        (5, [[Segment(local=0, start=0, length=3)], [Segment(local=0, start=3, length=2)]])
+        >>> grid = plan_grid([[(1, 4), (1, 4)], [(1, 3), (1, 3)]], dim=1, fused=None)
+        >>> grid.shape, str(grid.splits[1][1].boxes[0].box)
+        ((2, 7), '[1:2, 4:7]')
     """
-    if fused is None:
-        starts = [0, *itertools.accumulate(lengths)]
-        pairs = zip(starts, lengths, strict=False)
-        return starts[-1], [[Segment(0, s, n)] if n else [] for s, n in pairs]
-    segments = [
-        cut_dim(fused.total, len(lengths), rank, fused=fused) for rank in range(len(lengths))
-    ]
-    for rank, (length, own) in enumerate(zip(lengths, segments, strict=True)):
-        wanted = sum(segment.length for segment in own)
-        if length != wanted:
-            raise ValueError(
-                f"rank {rank} of {len(lengths)} holds {length} indices, but of blocks of "
-                f"{fused.sizes!r} in units of {fused.unit} it should hold {wanted}"
+    first = shapes[0][0]
+    if dim is not None and dim >= len(first):
+        raise ValueError(f"to be cut along dim {dim}, but it has {len(first)} dims")
+    # What tp ranks hold: the splits of their dp ranks joined along dim 0.
+    joined: list[tuple[int, ...]] = []
+    for t, row in enumerate(shapes):
+        for d, shape in enumerate(row):
+            _check_alike(
+                shape, row[0], {0}, f"tp rank {t}, dp rank {d}", f"dp rank 0 of tp rank {t}"
             )
-    return fused.total, segments
+        joined.append((sum(shape[0] for shape in row), *row[0][1:]) if first else ())
+        _check_alike(joined[t], joined[0], {dim}, f"tp rank {t}", "tp rank 0")
+    whole = list(joined[0])
+    segments: list[list[Segment]] = [[] for _ in shapes]
+    if dim is not None:
+        whole[dim], segments = join_dim([shape[dim] for shape in joined], fused=fused)
+    splits = []
+    for row, own in zip(shapes, segments, strict=True):
+        ends = [0, *itertools.accumulate(shape[0] if shape else 0 for shape in row)]
+        splits.append(
+            tuple(
+                Held(shape, tuple(_plan_boxes(whole, dim, own, (start, end))))
+                for shape, start, end in zip(row, ends, ends[1:], strict=False)
+            )
+        )
+    return Grid(tuple(whole), tuple(map(tuple, segments)), tuple(splits))
 
 
-def plan_split_boxes(
-    shape: Sequence[int],
+def plan_target(
+    grid: Grid,
     *,
     dim: int | None,
-    segments: Sequence[Segment],
-    rows: tuple[int, int] | None,
-) -> list[ShardBox]:
-    """The boxes of the global tensor that one rank holds, and where it holds them.
+    fused: FusedBlocks | None,
+    tp: tuple[int, int],
+    dp: tuple[int, int],
+) -> Held:
+    """What a rank of a grid of another size is to hold.
+
+    With as many tp ranks as before, each holds what the same rank held.
 
     Args:
-        shape: Global shape.
-        dim: The dim that tp cuts; None for a tensor that all tp ranks hold.
-        segments: What the rank's tp shard holds of that dim; ignored without `dim`.
-        rows: Start and end of this dp rank's part of dim 0 of the tp shard; None for all of it.
+        grid: What is stored.
+        dim: The dim that tp cuts; None if all tp ranks hold the same.
+        fused: How blocks are fused along it.
+        tp: Number of tp ranks, and which one of them.
+        dp: The same of dp ranks, which cut dim 0 of what a tp rank holds.
 
-    Returns:
-        Boxes, none of them empty, in the order in which they lie in the rank's split.
-
-    Example:
-        >>> segments = cut_dim(8, 2, 0, fused=FusedBlocks((4, 4)))
-        >>> for part in plan_split_boxes((8, 3), dim=0, segments=segments, rows=(1, 3)):
-        ...     print(part.box, part.local_offsets)
-        [1:2, 0:3] (0, 0)
-        [4:5, 0:3] (1, 0)
+    Raises:
+        ValueError: Blocks cannot be repeated over that many ranks.
     """
+    shape = list(grid.shape)
+    segments: tuple[Segment, ...] = ()
+    if dim is not None:
+        if tp[0] == len(grid.segments):
+            segments = grid.segments[tp[1]]
+        else:
+            segments = tuple(cut_dim(shape[dim], *tp, fused=fused))
+        shape[dim] = sum(segment.length for segment in segments)
+    rows = chunk_bounds(shape[0], *dp) if shape else (0, 0)
+    boxes = tuple(_plan_boxes(grid.shape, dim, segments, rows))
+    return Held((rows[1] - rows[0], *shape[1:]) if shape else (), boxes)
+
+
+def _check_alike(
+    shape: tuple[int, ...], other: tuple[int, ...], free: set[int | None], one: str, two: str
+) -> None:
+    if len(shape) == len(other) and all(
+        a == b for i, (a, b) in enumerate(zip(shape, other, strict=True)) if i not in free
+    ):
+        return
+    raise ValueError(f"{one} holds shape {shape!r}, but {two} {other!r}")
+
+
+def _plan_boxes(
+    shape: Sequence[int], dim: int | None, segments: Iterable[Segment], rows: tuple[int, int]
+) -> Iterator[ShardBox]:
+    """Boxes of the split that has rows `rows` of a tp shard with these segments of dim `dim`."""
     if not shape:
-        return [ShardBox(Box((), ()), ())]
+        yield ShardBox(Box((), ()), ())
+        return
     if dim is None:
         dim, segments = 0, [Segment(0, 0, shape[0])]
-    held = list(_clip(segments, rows)) if dim == 0 else list(segments)
-    boxes: list[ShardBox] = []
-    for segment in held:
-        offsets, sizes, local = [0] * len(shape), list(shape), [0] * len(shape)
-        if dim and rows is not None:
-            offsets[0], sizes[0] = rows[0], rows[1] - rows[0]
+    offsets, sizes, local = [0] * len(shape), list(shape), [0] * len(shape)
+    offsets[0], sizes[0] = rows[0], rows[1] - rows[0]
+    for segment in _clip(segments, rows) if dim == 0 else segments:
         offsets[dim], sizes[dim], local[dim] = segment.start, segment.length, segment.local
         if 0 not in sizes:
-            boxes.append(ShardBox(Box(tuple(offsets), tuple(sizes)), tuple(local)))
-    return boxes
+            yield ShardBox(Box(tuple(offsets), tuple(sizes)), tuple(local))
 
 
-def _clip(segments: Sequence[Segment], rows: tuple[int, int] | None) -> Iterator[Segment]:
+def _clip(segments: Iterable[Segment], rows: tuple[int, int]) -> Iterator[Segment]:
     """The part of the segments that lies in local indices `rows`, counted from there."""
     for segment in segments:
-        first, last = rows if rows is not None else (0, segment.local + segment.length)
-        low, high = max(segment.local, first), min(segment.local + segment.length, last)
+        low = max(segment.local, rows[0])
+        high = min(segment.local + segment.length, rows[1])
         if low < high:
-            yield Segment(low - first, segment.start + low - segment.local, high - low)
+            yield Segment(low - rows[0], segment.start + low - segment.local, high - low)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from dcp_reshard.errors import LayoutError
-from dcp_reshard.grid import FusedBlocks
+from dcp_reshard.fused import FusedBlocks
 
 __all__ = ["ShardDim", "ShardRules"]
 
@@ -62,17 +62,6 @@ class ShardRules:
             said = " and ".join(f"dim {dim} ({by})" for dim, by in found.items())
             raise LayoutError(f"tensor `{key}`: rules disagree, they say {said}", fqn=key)
         return next(iter(found), None)
-
-    def check_dim(self, key: str, dim: int, ndim: int) -> None:
-        """Check that a tensor has the dim that its rule says.
-
-        Raises:
-            LayoutError: It has not.
-        """
-        if dim >= ndim:
-            raise LayoutError(
-                f"tensor `{key}`: to be cut along dim {dim}, but it has {ndim} dims", fqn=key
-            )
 
 
 def _check_dim(key: str, spec: int | ShardDim) -> int:
