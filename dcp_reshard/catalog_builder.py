@@ -7,6 +7,7 @@ and each tensor gets its slice of them. What is checked: see `metadata`.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from dcp_reshard.unpickle import (
     ChunkEntry,
     IndexEntry,
     MetadataEntry,
+    SizeEntry,
     StorageEntry,
     TensorEntry,
 )
@@ -80,7 +82,7 @@ class _Builder:
     def add(self, metadata: MetadataEntry) -> None:
         if metadata.version not in _SUPPORTED_VERSIONS:
             raise CheckpointFormatError(
-                f"metadata of version {metadata.version!r:.100} is not supported, only '1.0.0' is"
+                f"metadata of version {_show(metadata.version)} is not supported, only '1.0.0' is"
             )
         described = _mapping(metadata.state_dict_metadata, "state_dict_metadata")
         places = self._places(_mapping(metadata.storage_data, "storage_data"))
@@ -126,9 +128,18 @@ class _Builder:
     ) -> dict[tuple[str, tuple[int, ...] | None], _Place]:
         places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
         for index, entry in storage.items():
-            if type(index) is not IndexEntry or type(entry) is not StorageEntry:
+            if (
+                type(index) is not IndexEntry
+                or type(entry) is not StorageEntry
+                or not hasattr(index, "fqn")
+                or not hasattr(entry, "length")
+            ):
                 raise CheckpointFormatError("storage_data does not map indices to storage entries")
             key = (index.fqn, index.offset)
+            if type(key[0]) is not str or type(key[1]) not in (SizeEntry, type(None)):
+                raise CheckpointFormatError(
+                    f"a storage entry for the chunk of {_show(key[0])} at {_show(key[1])}"
+                )
             if key in places:
                 raise CheckpointFormatError(
                     f"key `{index.fqn}`: two storage entries for the chunk at {index.offset!r}"
@@ -148,14 +159,14 @@ class _Builder:
             or not 0 < length < 1 << 62
         ):
             raise CheckpointFormatError(
-                f"key `{fqn}`: offset {offset!r:.100} and length {length!r:.100} in file {name!r} "
+                f"key `{fqn}`: offset {_show(offset)} and length {_show(length)} in file {name!r} "
                 f"are not a range of bytes",
                 file=name,
             )
         if entry.transform_descriptors:
             raise CheckpointFormatError(
                 f"key `{fqn}`: stored through stream transforms "
-                f"{entry.transform_descriptors!r:.200}, which are not supported",
+                f"{_show(entry.transform_descriptors)}, which are not supported",
                 file=name,
             )
         return number, offset, length
@@ -166,10 +177,15 @@ class _Builder:
         entry: TensorEntry,
         places: dict[tuple[str, tuple[int, ...] | None], _Place],
     ) -> None:
-        shape, dtype = entry.size, getattr(entry.properties, "dtype", None)
-        if type(shape) is not tuple or len(shape) > _MAX_DIMS or not isinstance(dtype, torch.dtype):
+        shape = getattr(entry, "size", None)
+        dtype = getattr(getattr(entry, "properties", None), "dtype", None)
+        if (
+            type(shape) is not SizeEntry
+            or len(shape) > _MAX_DIMS
+            or not isinstance(dtype, torch.dtype)
+        ):
             raise CheckpointFormatError(
-                f"tensor `{fqn}`: shape {shape!r:.200} or dtype {dtype!r:.100} is not understood; "
+                f"tensor `{fqn}`: shape {_show(shape)} or dtype {_show(dtype)} is not understood; "
                 f"up to {_MAX_DIMS} dims are",
                 fqn=fqn,
             )
@@ -189,11 +205,14 @@ class _Builder:
             tensor.boxes = {(offsets, sizes) for offsets, sizes, _ in tensor.chunks}
         for chunk in entry.chunks:
             offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
-            if type(chunk) is not ChunkEntry or type(offsets) is not tuple:
-                raise CheckpointFormatError(f"tensor `{fqn}`: chunk {chunk!r:.100}", fqn=fqn)
-            if type(sizes) is not tuple or not len(offsets) == len(sizes) == len(shape):
+            if type(chunk) is not ChunkEntry or type(offsets) is not SizeEntry:
                 raise CheckpointFormatError(
-                    f"tensor `{fqn}`: a chunk at {offsets!r} of {sizes!r} in a tensor of "
+                    f"tensor `{fqn}`: a {type(chunk).__name__} at {_show(offsets)} is not a chunk",
+                    fqn=fqn,
+                )
+            if type(sizes) is not SizeEntry or not len(offsets) == len(sizes) == len(shape):
+                raise CheckpointFormatError(
+                    f"tensor `{fqn}`: a chunk at {offsets!r} of {_show(sizes)} in a tensor of "
                     f"{len(shape)} dims",
                     fqn=fqn,
                 )
@@ -251,6 +270,11 @@ def _stored_tensors(tensors: Mapping[str, _Tensor], ndim: int) -> dict[str, Stor
         )
         first += count
     return stored
+
+
+def _show(value: object) -> str:
+    """A value that may be anything, however deep: `repr` would recurse."""
+    return f"{reprlib.repr(value):.100}"
 
 
 def _mapping(value: object, name: str) -> dict[Any, object]:

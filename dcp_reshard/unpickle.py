@@ -10,12 +10,18 @@ A pickle is a program. Two gates stand before it:
 2. An unpickler whose `find_class` knows only the names below. Each stands for an inert record
    of this module with the expected fields and nothing else; torch's own classes are not built.
 
+Tuples need care of their own. Python hashes a tuple by a recursion in C that knows no limit: with a
+few hundred thousand of them inside one another as the key of a dict, the process is gone. So
+`check_opcodes` tells where tuples are built of anything but integers or arguments of a call; an
+opcode is put in behind each, by which the unpickler shows us the tuple, and none may be in another.
+
 Any other name, field, or opcode is an error.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import re
 from collections.abc import Callable
@@ -31,6 +37,7 @@ __all__ = [
     "ChunkEntry",
     "IndexEntry",
     "MetadataEntry",
+    "SizeEntry",
     "StorageEntry",
     "StorageMetaEntry",
     "TensorEntry",
@@ -43,25 +50,39 @@ MAX_METADATA_BYTES = 1 << 30
 
 _MAX_PATH_PARTS = 256
 
-# Opcodes without argument: MARK, STOP, NONE, REDUCE, APPEND(S), BUILD, EMPTY_*,
-# TUPLE*, SETITEM(S), NEWOBJ, NEWTRUE, NEWFALSE, MEMOIZE, STACK_GLOBAL.
-_PLAIN = rb"(.NRaeb}\])tsu\x81\x85\x86\x87\x88\x89\x94\x93"
+# Opcodes without argument: MARK, NONE, REDUCE, APPEND(S), BUILD, EMPTY_*, SETITEM(S), NEWOBJ,
+# NEWTRUE, NEWFALSE, MEMOIZE, STACK_GLOBAL.
+_PLAIN = rb"(NRaeb}\])su\x81\x88\x89\x94\x93"
+_TUPLE_OPCODES = b"t\x85\x86\x87"
+_INT = rb"(?:K.|M..|J.{4})"
+_FLAT_TUPLES = (
+    # One to three integers, more than three, and arguments: what is called checks these itself.
+    rb"%b(?:\x85|%b(?:\x86|%b\x87))|\(%b+t|[t\x85-\x87](?:\x94|q.)?R" % ((_INT,) * 4)
+)
 _SHORT_STRINGS = b"|".join(b"\\x8c" + re.escape(bytes([n])) + b".{%d}" % n for n in range(64))
 _FIXED = re.compile(
     # BININT1, BINGET, BINPUT | BININT2 | BININT, LONG_BINGET | BINFLOAT | FRAME | SHORT_BINUNICODE.
     # Bounded repetition: the matcher keeps a backtracking point per step.
-    rb"(?:[" + _PLAIN + rb"]+|[Khq].|M..|[Jj].{4}|[G\x95].{8}|" + _SHORT_STRINGS + rb"){1,4096}",
+    rb"(?:%b|[%b]+|[Khq].|M..|[Jj].{4}|[G\x95].{8}|%b){1,4096}"
+    % (_FLAT_TUPLES, _PLAIN, _SHORT_STRINGS),
     re.DOTALL,
 )
 # Opcode -> bytes of its little-endian length field: SHORT_BINUNICODE, BINUNICODE, LONG1.
 _COUNTED = {0x8C: 1, 0x58: 4, 0x8A: 1}
+_BINPUT = 0x71
 _LONG_BINPUT = 0x72
+_MEMOIZE = 0x94
+_REDUCE = 0x52
+_STOP = 0x2E
 _GLOBAL = 0x63
 _MAX_LONG_BYTES = 16
 
 
-def check_opcodes(data: bytes, *, file: str) -> None:
+def check_opcodes(data: bytes, *, file: str) -> list[int]:
     """Check that a pickle consists of allowed opcodes only, ends with STOP, and stays in bounds.
+
+    Returns:
+        Where opcodes end that build a tuple of anything but integers or arguments of a call.
 
     Raises:
         UnsafeCheckpointError: An opcode that writing metadata does not need.
@@ -72,6 +93,7 @@ def check_opcodes(data: bytes, *, file: str) -> None:
             f"file {file!r}: does not start like a pickle of protocol 2 to 5 ({data[:2]!r})",
             file=file,
         )
+    tuples: list[int] = []
     position = 2
     while position < len(data):
         match = _FIXED.match(data, position)
@@ -95,16 +117,33 @@ def check_opcodes(data: bytes, *, file: str) -> None:
         elif op == _GLOBAL:
             end = data.find(b"\n", data.find(b"\n", position) + 1)
             position = end + 1 if end > position else len(data) + 1
+        elif op in _TUPLE_OPCODES:
+            position += 1
+            if not _is_called(data, position):
+                tuples.append(position)
+        elif op == _STOP:
+            if position + 1 < len(data):
+                raise CheckpointFormatError(
+                    f"file {file!r}: {len(data) - position - 1} stray bytes after the pickle",
+                    file=file,
+                    start=position + 1,
+                )
+            return tuples
         else:
             raise _refuse(file, start, f"opcode {bytes([op])!r}")
         if position > len(data):
             raise CheckpointFormatError(
                 f"file {file!r}: cut inside the opcode at byte {start}", file=file, start=start
             )
-    if data[-1:] != b".":
-        raise CheckpointFormatError(
-            f"file {file!r}: the pickle ends at byte {len(data)} without STOP", file=file
-        )
+    raise CheckpointFormatError(
+        f"file {file!r}: the pickle ends at byte {len(data)} without STOP", file=file
+    )
+
+
+def _is_called(data: bytes, position: int) -> bool:
+    """Whether the tuple built before `position` is at once used as the arguments of a call."""
+    memo_bytes = {_MEMOIZE: 1, _BINPUT: 2, _LONG_BINPUT: 5}.get(data[position], 0)
+    return data[position + memo_bytes : position + memo_bytes + 1] == bytes([_REDUCE])
 
 
 def _refuse(file: str, start: int, what: str) -> UnsafeCheckpointError:
@@ -224,6 +263,12 @@ class _Properties:
         self.dtype: torch.dtype = state[0]
 
 
+class SizeEntry(tuple[int, ...]):
+    """Stands for `torch.Size`: integers from 0 to 2**63-1, checked."""
+
+    __slots__ = ()
+
+
 class _Function:
     """A callable of the pickle; has no attribute that a BUILD opcode could set."""
 
@@ -241,9 +286,15 @@ class _Function:
 
 def _ignored(argument: object) -> None:
     """Stand for a value that the catalog does not keep."""
+    if type(argument) is not str and type(argument) is not int:
+        raise CheckpointFormatError(f"an argument of type {type(argument).__name__}")
 
 
-def _size(values: object) -> tuple[int, ...]:
+def _empty_dict() -> dict[object, object]:
+    return {}
+
+
+def _size(values: object) -> SizeEntry:
     if type(values) is not tuple and type(values) is not list:
         raise CheckpointFormatError(f"a size of type {type(values).__name__}")
     for value in values:
@@ -251,7 +302,7 @@ def _size(values: object) -> tuple[int, ...]:
             raise CheckpointFormatError(
                 f"a size with {value!r:.100}, not an integer from 0 to 2**63-1"
             )
-    return tuple(values)
+    return SizeEntry(values)
 
 
 def _path(*parts: object) -> str:
@@ -273,7 +324,7 @@ _NAMES: dict[tuple[str, str], object] = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageEntry,
     ("torch.serialization", "_get_layout"): _Function(_ignored),
     ("torch", "Size"): _Function(_size),
-    ("collections", "OrderedDict"): _Function(dict),
+    ("collections", "OrderedDict"): _Function(_empty_dict),
     # Python 3.13 pickles paths under `pathlib._local`. A path of the other system is a string here.
     **{
         (module, name): _Function(_path)
@@ -295,15 +346,31 @@ class _Unpickler(pickle.Unpickler):
         known = _NAMES.get((module, name))
         if known is not None:
             return known
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+        # Not `getattr`: torch imports some of its modules when they are asked for.
+        dtype = vars(torch).get(name) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
         raise UnsafeCheckpointError(
             f"the metadata names `{module}.{name}`, which is not a class that checkpoints need; "
             f"nothing was imported or run"
         )
 
-    def persistent_load(self, pid: object) -> Any:  # noqa: ARG002  the pickle module names it
-        raise UnsafeCheckpointError("the metadata has a persistent id, which is refused")
+    def persistent_load(self, pid: object) -> object:
+        """Look at a tuple; `_show_tuples` put in the opcode, `check_opcodes` lets no other pass."""
+        if type(pid) is not tuple or any(type(part) is tuple for part in pid):
+            raise UnsafeCheckpointError("tuples in tuples are not needed for metadata: refused")
+        return pid
+
+
+def _show_tuples(data: bytes, tuples: list[int]) -> bytes:
+    """The pickle with an opcode behind each of these tuples that has `persistent_load` called.
+
+    All of it is one frame: the pickle's own frames are too short now, and it may have none.
+    """
+    bounds = [2, *tuples, len(data)]
+    view = memoryview(data)
+    body = b"Q".join(view[start:end] for start, end in itertools.pairwise(bounds))
+    return b"".join((view[:2], b"\x95", len(body).to_bytes(8, "little"), body))
 
 
 def unpickle_metadata(data: bytes, *, file: str) -> MetadataEntry:
@@ -322,8 +389,7 @@ def unpickle_metadata(data: bytes, *, file: str) -> MetadataEntry:
             f"file {file!r}: {len(data)} bytes of metadata, allowed are {MAX_METADATA_BYTES}",
             file=file,
         )
-    check_opcodes(data, file=file)
-    stream = io.BytesIO(data)
+    stream = io.BytesIO(_show_tuples(data, check_opcodes(data, file=file)))
     try:
         with paused_gc():
             value = _Unpickler(stream).load()
@@ -339,9 +405,5 @@ def unpickle_metadata(data: bytes, *, file: str) -> MetadataEntry:
     if type(value) is not MetadataEntry or not hasattr(value, "state_dict_metadata"):
         raise CheckpointFormatError(
             f"file {file!r}: holds a {type(value).__name__}, not checkpoint metadata", file=file
-        )
-    if stream.tell() != len(data):
-        raise CheckpointFormatError(
-            f"file {file!r}: {len(data) - stream.tell()} stray bytes after the pickle", file=file
         )
     return value
