@@ -59,20 +59,21 @@ _FLAT_TUPLES = (
     # One to three integers, more than three, and arguments: what is called checks these itself.
     rb"%b(?:\x85|%b(?:\x86|%b\x87))|\(%b+t|[t\x85-\x87](?:\x94|q.)?R" % ((_INT,) * 4)
 )
+# Byte offsets from 2 GiB on.
+_LONGS = rb"\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8})"
 _SHORT_STRINGS = b"|".join(b"\\x8c" + re.escape(bytes([n])) + b".{%d}" % n for n in range(64))
 _FIXED = re.compile(
     # BININT1, BINGET, BINPUT | BININT2 | BININT, LONG_BINGET | BINFLOAT | FRAME | SHORT_BINUNICODE.
     # Bounded repetition: the matcher keeps a backtracking point per step.
-    rb"(?:%b|[%b]+|[Khq].|M..|[Jj].{4}|[G\x95].{8}|%b){1,4096}"
-    % (_FLAT_TUPLES, _PLAIN, _SHORT_STRINGS),
+    rb"(?:%b|[%b]+|[Khq].|M..|[Jj].{4}|[G\x95].{8}|%b|%b){1,4096}"
+    % (_FLAT_TUPLES, _PLAIN, _LONGS, _SHORT_STRINGS),
     re.DOTALL,
 )
 # Opcode -> bytes of its little-endian length field: SHORT_BINUNICODE, BINUNICODE, LONG1.
 _COUNTED = {0x8C: 1, 0x58: 4, 0x8A: 1}
-_BINPUT = 0x71
 _LONG_BINPUT = 0x72
-_MEMOIZE = 0x94
-_REDUCE = 0x52
+# MEMOIZE, BINPUT, LONG_BINPUT.
+_MEMO_BYTES = {b"\x94": 1, b"q": 2, b"r": 5}
 _STOP = 0x2E
 _GLOBAL = 0x63
 _MAX_LONG_BYTES = 16
@@ -142,8 +143,8 @@ def check_opcodes(data: bytes, *, file: str) -> list[int]:
 
 def _is_called(data: bytes, position: int) -> bool:
     """Whether the tuple built before `position` is at once used as the arguments of a call."""
-    memo_bytes = {_MEMOIZE: 1, _BINPUT: 2, _LONG_BINPUT: 5}.get(data[position], 0)
-    return data[position + memo_bytes : position + memo_bytes + 1] == bytes([_REDUCE])
+    memo_bytes = _MEMO_BYTES.get(data[position : position + 1], 0)
+    return data[position + memo_bytes : position + memo_bytes + 1] == b"R"
 
 
 def _refuse(file: str, start: int, what: str) -> UnsafeCheckpointError:
