@@ -25,6 +25,7 @@ Read = Callable[[int, int], bytes]
 """Bytes `start` to `end` of the item, counted from its own start; both inside the item."""
 
 _MAX_RECORDS = 16
+_MAX_DIRECTORY_BYTES = 64 * 1024
 _END = struct.Struct("<4s4H2LH")
 _LOCATOR = struct.Struct("<4sLQL")
 _END64 = struct.Struct("<4sQ2H2L4Q")
@@ -110,6 +111,8 @@ def _read_end(length: int, read: Read) -> tuple[int, int, int]:
         count, size, start, end = count64, size64, start64, end64
     if disk or disk0 or here != count or not 0 < count <= _MAX_RECORDS or start + size != end:
         raise CheckpointFormatError("the container's directory is not where its end record says")
+    if size > _MAX_DIRECTORY_BYTES:
+        raise CheckpointFormatError(f"the container's directory has {size} bytes")
     return count, start, size
 
 
@@ -157,7 +160,8 @@ def _read_entry(
         raise CheckpointFormatError(f"record {raw_name!r:.100}: its two headers disagree")
     end = contents + length
     if flags & 0x0008:
-        end += 16 if length < _HUGE else 24
+        # The descriptor behind the contents has the width that the directory entry needs.
+        end += 16 if max(length, start) < _HUGE else 24
     try:
         _, _, name = raw_name.decode().partition("/")
     except UnicodeDecodeError:

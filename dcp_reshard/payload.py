@@ -27,6 +27,7 @@ PROBE_BYTES = 2048
 """Bytes at the start and at the end of an item that are enough to probe it, in practice."""
 
 _MAX_PICKLE_BYTES = 16 * 1024
+_MAX_ORDER_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def find_payload(directory: Iterable[Record], read: Read) -> Payload | None:
         return None
     byteorder = records.get("byteorder")
     if byteorder is not None:
-        order = read_record(byteorder, read)
+        order = read_record(byteorder, read) if byteorder.length <= _MAX_ORDER_BYTES else b""
         if order != b"little":
             raise CheckpointFormatError(
                 f"byte order {order!r:.40} is not supported, only b'little'"
@@ -154,11 +155,9 @@ def _describe_tensor(pickle: bytes) -> _Described | None:
     if dtype is None or not isinstance(shape, tuple) or not isinstance(strides, tuple):
         return None
     numbers = (numel, offset, *shape, *strides)
-    if (
-        len(shape) != len(strides)
-        or not isinstance(offset, int)
-        or any(type(n) is not int or n < 0 for n in numbers)
-    ):
+    if any(type(n) is not int for n in numbers):
+        raise CheckpointFormatError("a tensor's sizes, strides and offset must be integers")
+    if len(shape) != len(strides) or min(numbers) < 0:
         raise CheckpointFormatError(
             f"a tensor with offset {offset!r}, shape {shape!r}, strides {strides!r} in a storage "
             f"of "
@@ -188,7 +187,8 @@ _STORAGE_DTYPES = {
 
 def _find_dtype(name: str) -> torch.dtype | None:
     module, _, attribute = name.partition(" ")
-    dtype = getattr(torch, attribute, None) if module == "torch" else None
+    # Not `getattr`: torch imports some of its modules when they are asked for.
+    dtype = vars(torch).get(attribute) if module == "torch" else None
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
