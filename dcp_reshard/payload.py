@@ -155,7 +155,7 @@ def _describe_tensor(pickle: bytes) -> _Described | None:
     if dtype is None or not isinstance(shape, tuple) or not isinstance(strides, tuple):
         return None
     numbers = (numel, offset, *shape, *strides)
-    if any(type(n) is not int for n in numbers):
+    if not isinstance(offset, int) or any(type(n) is not int for n in numbers):
         raise CheckpointFormatError("a tensor's sizes, strides and offset must be integers")
     if len(shape) != len(strides) or min(numbers) < 0:
         raise CheckpointFormatError(
