@@ -28,7 +28,7 @@ from dcp_reshard.errors import (
 )
 from dcp_reshard.fused import FusedBlocks
 from dcp_reshard.optimizer import load_sharded_optimizer_state_dict
-from dcp_reshard.options import ReaderOptions
+from dcp_reshard.options import ReaderOptions, RetryPolicy
 from dcp_reshard.plan import PlanOptions, ReadPlan, Want, plan_reads
 from dcp_reshard.planner import ReshardLoadPlanner
 from dcp_reshard.reader import ReshardStorageReader
@@ -63,6 +63,7 @@ __all__ = [
     "ShapeMismatchError",
     "StorageError",
     "UnsafeCheckpointError",
+    "RetryPolicy",
     "Want",
     "load",
     "load_sharded_optimizer_state_dict",

@@ -125,6 +125,7 @@ def make_report(plan: ReadPlan, reader: ReshardStorageReader, *, rank: int) -> L
         bytes_read=stats.bytes_read,
         bytes_direct=stats.bytes_direct,
         requests=stats.requests,
+        retries=stats.retries,
         chunks_read=stats.chunks_read,
         chunks_read_whole=stats.chunks_read_whole,
         records_verified=stats.records_verified,

@@ -3,15 +3,54 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["ReaderOptions", "Verify"]
+__all__ = ["ReaderOptions", "RetryPolicy", "Verify"]
 
 Verify = Literal["available", "required", "off"]
 
 _MAX_REQUEST_BYTES = 8 * 2**20
 _MIN_REQUEST_BYTES = 64 * 2**10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How often a call to the storage is made again after an error that may pass.
+
+    Example:
+        >>> RetryPolicy(tries=1).tries  # never again
+        1
+    """
+
+    tries: int = 5
+    """Calls in all, the first one included."""
+
+    backoff: float = 0.1
+    """Seconds to wait before the second call; twice as long before each that follows."""
+
+    max_backoff: float = 5.0
+    """Longest wait, in seconds."""
+
+    deadline: float = 120.0
+    """Seconds without progress after which no call is made again: progress is any call of the load
+    that succeeds."""
+
+    sleep: Callable[[float], None] = time.sleep
+    """Waits; a test puts something faster here."""
+
+    clock: Callable[[], float] = time.monotonic
+    """Tells the time in seconds, from any start. Not the wall clock, which may jump."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.tries < 1:
+            raise ValueError(f"`tries` must be at least 1, got {self.tries!r}")
+        for name in ("backoff", "max_backoff", "deadline"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"`{name}` must not be negative, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +78,9 @@ class ReaderOptions:
 
     whole_item_bytes: int = 16 * 2**10
     """Stored chunks up to this size are read whole, in one request with their container."""
+
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    """What is done about calls to the storage that fail for a reason that may pass."""
 
     keep_plan_local: bool = True
     """Send the coordinator a digest of this rank's plan, not the plan. Turn it off for a planner

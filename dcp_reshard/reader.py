@@ -43,6 +43,7 @@ from dcp_reshard.garbage import paused_gc
 from dcp_reshard.metadata import DcpCheckpoint
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.report import ReadStats
+from dcp_reshard.retry import RetryingSource
 from dcp_reshard.storage import CountingSource
 from dcp_reshard.torch_metadata import broken_metadata, catalog_of, to_torch_metadata
 from dcp_reshard.verdict import check_records
@@ -138,7 +139,7 @@ class ReshardStorageReader(StorageReader):
         """
         started = time.perf_counter()
         self.stats = ReadStats()
-        self._source = CountingSource(self._checkpoint.open())
+        self._source = self._open()
         group = self.process_group
         try:
             if group is None or dist.get_world_size(group) <= 1:
@@ -150,6 +151,10 @@ class ReshardStorageReader(StorageReader):
         self.stats.seconds["metadata"] = time.perf_counter() - started
         meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
         return to_torch_metadata(catalog, storage_meta=meta)
+
+    def _open(self) -> CountingSource:
+        self._retrying = RetryingSource(self._checkpoint.open(), self.options.retry)
+        return CountingSource(self._retrying)
 
     def _read_catalog(self) -> Catalog:
         assert self._source is not None
@@ -166,7 +171,7 @@ class ReshardStorageReader(StorageReader):
         """Take the catalog out of the metadata."""
         self._catalog: Catalog = catalog_of(metadata)
         if self._source is None:
-            self._source = CountingSource(self._checkpoint.open())
+            self._source = self._open()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Keep the plan here, and send a digest of it instead.
@@ -229,6 +234,7 @@ class ReshardStorageReader(StorageReader):
             planner.commit_tensor(item, part.dest)
         self.stats.requests = self._source.requests
         self.stats.bytes_read = self._source.bytes_read
+        self.stats.retries = self._retrying.retries
         self.stats.bytes_direct = read.bytes_direct
         self.stats.chunks_read = len({(part.stored.fqn, part.chunk) for _, part in parts})
         self.stats.chunks_read_whole = tuple(sorted(read.chunks_read_whole))

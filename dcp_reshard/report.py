@@ -24,6 +24,9 @@ class ReadStats:
     bytes_direct: int = 0
     """Bytes read straight into their destination."""
 
+    retries: int = 0
+    """Calls to the storage that were made again after an error."""
+
     chunks_read: int = 0
     """Stored chunks of which at least part was read."""
 
@@ -135,6 +138,9 @@ class LoadReport:
             ("read whole", self.chunks_read_whole),
         ):
             if names:
+    retries: int
+    """Calls to the storage that were made again after an error."""
+
                 more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
                 rows.append((label, f"{len(names)}: {', '.join(names[:_SHOWN])}{more}"))
         width = max(len(label) for label, _ in rows)
@@ -148,3 +154,5 @@ def _bytes(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+        if self.retries:
+            rows.append(("retried", f"{self.retries} calls to the storage, after errors"))

@@ -20,6 +20,7 @@ from dcp_reshard import (
     ReaderOptions,
     ReshardLoadPlanner,
     ReshardStorageReader,
+    RetryPolicy,
     StorageError,
 )
 from dcp_reshard.metadata import read_catalog
@@ -158,7 +159,7 @@ def open_files() -> set[str]:
 def test_a_file_cut_during_any_call_fails_the_load(tmp_path: Path) -> None:
     """Until all containers are known to be sound nothing is written, and no file is left open."""
     full = make_checkpoint(tmp_path / "whole")
-    options = ReaderOptions(threads=1, memory_budget=256 * 2**10)
+    options = ReaderOptions(threads=1, memory_budget=256 * 2**10, retry=RetryPolicy(tries=1))
     checkpoint = WatchedCheckpoint(tmp_path / "whole")
     state = make_dest(full)
     dcp_reshard.load(state, checkpoint, no_dist=True, options=options)
@@ -214,7 +215,8 @@ def test_missing_files_are_named(tmp_path: Path, missing: str) -> None:
     (tmp_path / missing).unlink()
     state = make_dest(full)
     before = snapshot(state)
-    error = catch_failure(lambda: dcp_reshard.load(state, tmp_path, no_dist=True))
+    options = ReaderOptions(retry=RetryPolicy(tries=1))
+    error = catch_failure(lambda: dcp_reshard.load(state, tmp_path, no_dist=True, options=options))
     assert isinstance(error, StorageError)
     assert error.file == missing
     assert missing in str(error)
