@@ -181,7 +181,7 @@ class DirectRead:
             for record in read_directory(len(contents), lambda a, b: contents[a:b]):
                 if self.options.verify != "off":
                     read_record(record, lambda a, b: contents[a:b])
-                    self._note_record(fqn, item.item, record, contents)
+                    self._note_record(fqn, item.item, record, checked=True)
         with self._lock:
             self.objects[fqn] = contents
 
@@ -207,7 +207,7 @@ class DirectRead:
             contents = bytes(
                 whole[payload.record.start : payload.record.start + payload.record.length]
             )
-            self._note_record(first.fqn, item.item, payload.record, contents=None)
+            self._note_record(first.fqn, item.item, payload.record)
             if self.options.verify != "off" and payload.record.crc:
                 crc = crc32(contents)
                 if crc != payload.record.crc:
@@ -228,15 +228,15 @@ class DirectRead:
         return ChunkPart(part.fqn, item.file, item.start, payload, part.offsets, part.dest)
 
     def _add_chunk_part(self, part: WantedPart, item: Item, payload: Payload) -> None:
-        self._note_record(part.fqn, item, payload.record, contents=None)
+        self._note_record(part.fqn, item, payload.record)
         with self._lock:
             self._large.append(self._chunk_part(part, item, payload))
 
-    def _note_record(self, fqn: str, item: Item, record: Record, contents: bytes | None) -> None:
+    def _note_record(self, fqn: str, item: Item, record: Record, *, checked: bool = False) -> None:
         key = (item.file, item.start + record.start)
         with self._lock:
             use = self.records.setdefault(key, RecordUse(fqn, record.length, record.crc))
-        if contents is not None:
+        if checked:
             use.parts.append(CrcPart(0, record.length, record.crc))
 
     def _note_part(self, item: Item, record: Record, part: CrcPart) -> None:
@@ -266,6 +266,7 @@ class DirectRead:
             for record in read_directory(item.length, lambda a, b: bytes(buffer[a:b])):
                 if self.options.verify != "off":
                     read_record(record, lambda a, b: bytes(buffer[a:b]))
+                    self._note_record(wanted[0].fqn, item, record, checked=True)
             try:
                 value = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
             except Exception as error:

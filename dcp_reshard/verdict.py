@@ -8,7 +8,8 @@
    unverified.
 
 Before anything is sent, the ranks agree that all of them have come this far: a rank whose read
-failed takes part in the agreement, and no other waits for its parts.
+failed takes part in the agreement, and no other waits for its parts. For the same reason nothing is
+compared, and no error raised, before the parts have been sent.
 """
 
 from __future__ import annotations
@@ -68,34 +69,46 @@ def check_records(
     """
     if verify == "off":
         return Verdict(0, len(records))
-    verified = unverified = 0
-    partial: dict[RecordKey, RecordUse] = {}
-    for key, use in records.items():
-        crc = find_crc(use.parts, use.length) if _has_crc(use) else None
-        if crc is not None:
+    found = [
+        (key, use, find_crc(use.parts, use.length) if _has_crc(use) else None)
+        for key, use in records.items()
+    ]
+    if exchange:
+        partial = {key: use for key, use, crc in found if crc is None and use.crc}
+        found = [(key, use, crc) for key, use, crc in found if key not in partial]
+        for key, use in _gather_parts(partial, catalog, group).items():
+            _check_replicas(key, use, catalog)
+            found.append((key, use, find_crc(use.parts, use.length)))
+    verified = 0
+    for key, use, crc in found:
+        if crc is None:
+            _refuse_unverified(key, use.length, use.crc, catalog, verify)
+        else:
             _compare(key, use.length, use.crc, crc, catalog)
             verified += 1
-        elif exchange and use.crc:
-            partial[key] = use
-        else:
-            unverified += 1
-            _refuse_unverified(key, use.length, use.crc, catalog, verify)
-    if exchange:
-        for key, use in _gather_parts(partial, catalog, group).items():
-            crc = find_crc(use.parts, use.length)
-            if crc is None:
-                unverified += 1
-                _refuse_unverified(key, use.length, use.crc, catalog, verify)
-            else:
-                _compare(key, use.length, use.crc, crc, catalog)
-                verified += 1
-    return Verdict(verified, unverified)
+    return Verdict(verified, len(found) - verified)
 
 
 def _has_crc(use: RecordUse) -> bool:
     # `torch.serialization.set_crc32_options(False)` stores 0 for every record; the CRC-32 of no
     # bytes is 0.
     return use.crc != 0 or use.length == 0
+
+
+def _check_replicas(key: RecordKey, use: RecordUse, catalog: Catalog) -> None:
+    # Replicas read the same part. Only one of them is put together with the others below, and would
+    # speak for all.
+    crcs: dict[tuple[int, int], int] = {}
+    for part in use.parts:
+        crc = crcs.setdefault((part.start, part.end), part.crc)
+        if crc != part.crc:
+            raise _error(
+                key,
+                use.length,
+                catalog,
+                f"ranks read different bytes {part.start} to {part.end} of it (CRC-32 {crc:#010x} "
+                f"and {part.crc:#010x}); the destination is undefined now",
+            )
 
 
 def _gather_parts(

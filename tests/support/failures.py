@@ -8,18 +8,25 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_reshard.errors import ReshardError
 
-__all__ = ["catch_failure", "catch_failures"]
+__all__ = ["catch_failure", "catch_failures", "find_failures"]
 
 
-def catch_failures(load: Callable[[], object]) -> dict[int, BaseException]:
-    """The errors of a load that must fail, by rank; of rank 0 if it is not known."""
+def find_failures(load: Callable[[], object]) -> dict[int, BaseException]:
+    """The errors of a load by rank (of rank 0 if that is not known); none if it succeeds."""
     try:
         load()
     except CheckpointException as error:
         return {rank: failure for rank, (failure, _) in error.failures.items()}
     except ReshardError as error:
         return {0: error}
-    raise AssertionError("the load did not fail")
+    return {}
+
+
+def catch_failures(load: Callable[[], object]) -> dict[int, BaseException]:
+    """The errors of a load that must fail, by rank."""
+    failures = find_failures(load)
+    assert failures, "the load did not fail"
+    return failures
 
 
 def catch_failure(load: Callable[[], object]) -> ReshardError:
