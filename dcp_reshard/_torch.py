@@ -18,6 +18,8 @@ from torch.distributed._shard.sharded_tensor.metadata import (
     TensorProperties as ShardedTensorProperties,
 )
 from torch.distributed._shard.sharded_tensor.shard import Shard as TorchShard
+from torch.distributed._shard.sharded_tensor.utils import _parse_and_validate_remote_device
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict as _flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element as _set_element
 from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
@@ -25,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import (
     Replicate,
@@ -36,17 +39,23 @@ from dcp_reshard.errors import LayoutError
 from dcp_reshard.sharding import Cut, cut_order
 
 __all__ = [
+    "ChunkShardingSpec",
     "DTensor",
     "KeyPath",
     "ShardedTensor",
+    "ShardedTensorMetadata",
+    "chunk_metadata",
     "default_device",
+    "describe_ranks",
     "dtensor_cuts",
     "empty_dtensor_like",
     "empty_sharded_tensor_like",
     "flatten_state_dict",
     "flatten_state_dict_2_3",
     "load_state_dict",
+    "make_sharded_tensor",
     "set_element",
+    "shard_places",
     "storage_info",
 ]
 
@@ -102,6 +111,21 @@ def dtensor_cuts(tensor: DTensor, *, fqn: str) -> list[Cut] | None:
     ]
 
 
+def sharing_ranks(tensor: torch.Tensor) -> object | None:
+    """What says which ranks share a tensor: its mesh, or its process group; None if it is plain."""
+    if isinstance(tensor, DTensor):
+        return tensor.device_mesh
+    return tensor._process_group if isinstance(tensor, ShardedTensor) else None
+
+
+def describe_ranks(ranks: object) -> str:
+    """The ranks of a mesh, in their arrangement, or of a process group."""
+    if isinstance(ranks, DeviceMesh):
+        return f"{tuple(ranks.shape)} {ranks.mesh.flatten().tolist()}"
+    # `get_process_group_ranks` fails for a group that has been destroyed.
+    return str(sorted(dist.distributed_c10d._world.pg_group_ranks.get(ranks, ())))
+
+
 def empty_dtensor_like(
     param: DTensor, *, dtype: torch.dtype, device: torch.device | None = None
 ) -> DTensor:
@@ -155,6 +179,58 @@ def empty_sharded_tensor_like(
         shards,
         ShardedTensorMetadata(list(old.shards_metadata), old.size, properties),
         process_group=param._process_group,
+    )
+
+
+def chunk_metadata(spec: ChunkShardingSpec, tensor: torch.Tensor) -> ShardedTensorMetadata:
+    """Where the shards of a tensor lie if it is sharded by this spec."""
+    properties = ShardedTensorProperties(
+        dtype=tensor.dtype,
+        layout=tensor.layout,
+        requires_grad=tensor.requires_grad,
+        memory_format=torch.contiguous_format,
+        pin_memory=False,
+    )
+    return spec.build_metadata(tensor.size(), properties)
+
+
+def shard_places(
+    metadata: ShardedTensorMetadata, group: dist.ProcessGroup | None
+) -> list[tuple[int, torch.device]]:
+    """Rank in the group, and device, of each shard.
+
+    Stands for `_parse_and_validate_remote_device`.
+
+    Raises:
+        ValueError: A shard is placed on a rank outside of the group, or on none.
+    """
+    group = group or dist.distributed_c10d._get_default_group()
+    places = []
+    for shard in metadata.shards_metadata:
+        rank, device = _parse_and_validate_remote_device(  # type: ignore[no-untyped-call]
+            group, shard.placement
+        )
+        if rank is None:
+            raise ValueError(f"placement {shard.placement!s} names no rank")
+        places.append((dist.get_group_rank(group, rank), device))
+    return places
+
+
+def make_sharded_tensor(
+    local: torch.Tensor,
+    *,
+    index: int,
+    metadata: ShardedTensorMetadata,
+    spec: ChunkShardingSpec,
+    group: dist.ProcessGroup | None,
+) -> ShardedTensor:
+    """A ShardedTensor of which this rank holds shard `index`; no collective call.
+
+    Stands for `ShardedTensor._init_from_local_shards_and_global_metadata`.
+    """
+    shard = TorchShard(local, metadata.shards_metadata[index])
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        [shard], metadata, process_group=group, sharding_spec=spec
     )
 
 
