@@ -12,6 +12,8 @@ cuts.
 3. A cell with a count of 0 is a hole, one with 2 or more an overlap; the first such cell is
    returned.
 
+With many dims a difference array has too many corners, and the boxes are added one by one.
+
 Knows nothing of bytes, files or torch.
 """
 
@@ -32,6 +34,8 @@ IntMatrix = npt.NDArray[np.int64]
 # Cells counted at once by `find_defect`; a region with more is halved first, which bounds memory
 # (8 bytes a cell) whatever the chunks look like.
 _MAX_CELLS = 1 << 21
+# Difference arrays are for the usual few dims: a box of d dims has 2**d corners.
+_MAX_CORNER_DIMS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,18 +207,12 @@ def find_defect(boxes: BoxArray, within: Box) -> Defect | None:
 
     if math.prod(cells) == 1:
         return None if len(parts) == 1 else Defect(within, len(parts))
-    # Dims that no edge cuts have one cell and need no difference: with them out of the way the
-    # number of corners below stays at 2 ** (dims that are really cut).
+    # Dims that no edge cuts have one cell, and are left out.
     cut = [d for d in range(within.ndim) if cells[d] > 1]
     first = [np.searchsorted(edges[d], starts[:, d]) for d in cut]
     last = [np.searchsorted(edges[d], ends[:, d]) for d in cut]
-    counts = np.zeros([cells[d] + 1 for d in cut], dtype=np.int64)
-    for corner in itertools.product((0, 1), repeat=len(cut)):
-        index = tuple(last[i] if end else first[i] for i, end in enumerate(corner))
-        np.add.at(counts, index, (-1) ** sum(corner))
-    for axis in range(len(cut)):
-        np.cumsum(counts, axis=axis, out=counts)
-    counts = counts[(slice(None, -1),) * len(cut)]
+    count_cells = _count_by_corners if len(cut) <= _MAX_CORNER_DIMS else _count_one_by_one
+    counts = count_cells(first, last, [cells[d] for d in cut])
     wrong = np.flatnonzero(counts.reshape(-1) != 1)
     if not len(wrong):
         return None
@@ -224,6 +222,34 @@ def find_defect(boxes: BoxArray, within: Box) -> Defect | None:
     high = tuple(int(edges[d][cell.get(d, 0) + 1]) for d in range(within.ndim))
     sizes = tuple(h - o for o, h in zip(low, high, strict=True))
     return Defect(Box(low, sizes), int(counts.reshape(-1)[wrong[0]]))
+
+
+def _count_by_corners(first: list[IntMatrix], last: list[IntMatrix], cells: list[int]) -> IntMatrix:
+    """How many boxes cover each cell, by a difference array."""
+    counts = np.zeros([n + 1 for n in cells], dtype=np.int64)
+    for corner in itertools.product((0, 1), repeat=len(cells)):
+        index = tuple(last[i] if end else first[i] for i, end in enumerate(corner))
+        np.add.at(counts, index, (-1) ** sum(corner))
+    for axis in range(len(cells)):
+        np.cumsum(counts, axis=axis, out=counts)
+    return counts[(slice(None, -1),) * len(cells)]
+
+
+def _count_one_by_one(first: list[IntMatrix], last: list[IntMatrix], cells: list[int]) -> IntMatrix:
+    """As `_count_by_corners`, but stops at an overlap; then other cells may count too few, never 0.
+
+    A box of d dims has 2**d corners. Boxes that tile a region are added in the time that the region
+    takes; once more cells were added than there are, one of them was added twice.
+    """
+    counts = np.zeros(cells, dtype=np.int64)
+    added = 0
+    for low, high in zip(np.stack(first, 1).tolist(), np.stack(last, 1).tolist(), strict=True):
+        covered = counts[tuple(map(slice, low, high))]
+        covered += 1
+        added += covered.size
+        if added > counts.size:
+            return np.maximum(counts, 1)
+    return counts
 
 
 def _find_defect_in_halves(boxes: BoxArray, within: Box, edges: list[IntMatrix]) -> Defect | None:
