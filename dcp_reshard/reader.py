@@ -26,7 +26,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -217,9 +218,10 @@ class ReshardStorageReader(StorageReader):
         assert self._source is not None
         exchange = self._exchanges(plan)
         started = time.perf_counter()
-        parts, objects = self._resolve(self._planned_items(plan), planner)
-        resolved = time.perf_counter()
-        read = self._read(parts, objects, exchange=exchange)
+        with self._agreement(exchange=exchange):
+            parts, objects = self._resolve(self._planned_items(plan), planner)
+            resolved = time.perf_counter()
+            read = self._read(parts, objects)
         finished = time.perf_counter()
         verdict = check_records(
             read.records,
@@ -272,32 +274,32 @@ class ReshardStorageReader(StorageReader):
         )
         return False
 
-    def _read(
-        self,
-        parts: Sequence[tuple[ReadItem, WantedPart]],
-        objects: Sequence[ReadItem],
-        *,
-        exchange: bool,
-    ) -> DirectRead:
-        """Read; on a failure of this rank or, where it can be known, of another, raise."""
-        assert self._source is not None
-        read = DirectRead(self._source, self._catalog, self.options, self.on_progress)
+    @contextmanager
+    def _agreement(self, *, exchange: bool) -> Iterator[None]:
+        """What is done inside fails on every rank if it fails on one, where that can be known."""
         ok = False
         try:
-            try:
-                read.run(
-                    [part for _, part in parts],
-                    [self._catalog.objects[item.storage_index.fqn] for item in objects],
-                )
-            finally:
-                # Also after a failure: a job that tries again must not run out of descriptors. That
-                # a file has changed explains most other errors, so it may take their place.
-                self._source.close()
+            yield
             ok = True
         finally:
             all_ok = all_ranks_succeeded(ok=ok, group=self.process_group) if exchange else ok
         if not all_ok:
             raise PeerFailedError("the read of another rank failed; see its error")
+
+    def _read(
+        self, parts: Sequence[tuple[ReadItem, WantedPart]], objects: Sequence[ReadItem]
+    ) -> DirectRead:
+        assert self._source is not None
+        read = DirectRead(self._source, self._catalog, self.options, self.on_progress)
+        try:
+            read.run(
+                [part for _, part in parts],
+                [self._catalog.objects[item.storage_index.fqn] for item in objects],
+            )
+        finally:
+            # Also after a failure: a job that tries again must not run out of descriptors. That a
+            # file has changed explains most other errors, so it may take their place.
+            self._source.close()
         return read
 
     def _planned_items(self, plan: LoadPlan) -> Sequence[ReadItem]:

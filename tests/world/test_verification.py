@@ -13,12 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 import dcp_reshard
 from dcp_reshard import (
     CorruptRecordError,
     InconsistentRanksError,
+    LayoutError,
+    PeerFailedError,
     ReaderOptions,
     ReshardLoadPlanner,
     ReshardStorageReader,
@@ -213,3 +216,24 @@ def test_a_replica_that_reads_other_bytes_is_found(tmp_path: Path, bad: int) -> 
     paths = [other if rank == bad else good for rank in range(4)]
     for failures in thread_world(4, load_hybrid, paths, timeout=20):
         assert all(isinstance(error, CorruptRecordError) for error in failures.values())
+
+
+class FailingPlanner(ReshardLoadPlanner):
+    """Finds no memory for a tensor that has been planned."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        raise LayoutError("no memory", fqn=read_item.dest_index.fqn)
+
+
+def load_with_failing_planner(rank: int, path: Path) -> dict[int, BaseException]:
+    planner = FailingPlanner() if rank == 1 else ReshardLoadPlanner()
+    reader = ReshardStorageReader(path)
+    return catch_failures(partial(dcp.load, make_rows(), storage_reader=reader, planner=planner))
+
+
+def test_one_rank_that_fails_before_it_reads(tmp_path: Path) -> None:
+    """No rank waits for the checksums of one whose planner fails on the way to the read."""
+    save_state(tmp_path, STORED)
+    for failures in thread_world(3, load_with_failing_planner, tmp_path, timeout=20):
+        assert isinstance(failures[1], LayoutError)
+        assert all(isinstance(failures[rank], PeerFailedError) for rank in (0, 2))
