@@ -43,6 +43,7 @@ from dcp_reshard.errors import InconsistentRanksError, PeerFailedError, PlanErro
 from dcp_reshard.garbage import paused_gc
 from dcp_reshard.metadata import DcpCheckpoint
 from dcp_reshard.options import ReaderOptions
+from dcp_reshard.portable import portable, to_portable
 from dcp_reshard.report import ReadStats
 from dcp_reshard.retry import RetryingSource
 from dcp_reshard.storage import CountingSource
@@ -128,6 +129,7 @@ class ReshardStorageReader(StorageReader):
 
     # No parameter may be named `kwargs` here: torch 2.13 looks for that name, takes it to mean that
     # per-rank metadata can be read, and then falls back on this rank alone while others wait.
+    @portable
     def read_metadata(self) -> Metadata:
         """Read the metadata, and nothing else.
 
@@ -148,7 +150,7 @@ class ReshardStorageReader(StorageReader):
             else:
                 catalog = compute_once(self._read_catalog, group=group)
         except Exception as error:
-            return broken_metadata(error)
+            return broken_metadata(to_portable(error))
         self.stats.seconds["metadata"] = time.perf_counter() - started
         meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
         return to_torch_metadata(catalog, storage_meta=meta)
@@ -164,6 +166,7 @@ class ReshardStorageReader(StorageReader):
         finally:
             self._source.close()
 
+    @portable
     def set_up_storage_reader(
         self,
         metadata: Metadata,
@@ -174,6 +177,7 @@ class ReshardStorageReader(StorageReader):
         if self._source is None:
             self._source = self._open()
 
+    @portable
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Keep the plan here, and send a digest of it instead.
 
@@ -190,6 +194,7 @@ class ReshardStorageReader(StorageReader):
         self._items = plan.items
         return LoadPlan([], storage_data=digest)
 
+    @portable
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Compare the digests of all ranks, on the coordinator.
 
@@ -206,6 +211,7 @@ class ReshardStorageReader(StorageReader):
             for plan, digest in zip(plans, digests, strict=True)
         ]
 
+    @portable
     @paused_gc()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read everything that the plan asks for into the memory that the planner gives.

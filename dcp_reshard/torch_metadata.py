@@ -43,7 +43,7 @@ def to_torch_metadata(catalog: Catalog, *, storage_meta: StorageMeta | None = No
     )
 
 
-def broken_metadata(error: Exception) -> Metadata:
+def broken_metadata(error: BaseException) -> Metadata:
     """Metadata that could not be read: raises the error when it is looked into.
 
     torch 2.13 swallows what `read_metadata` raises, logs "Global metadata is not found" whatever it
@@ -118,7 +118,7 @@ class _StateDictView(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BrokenView(Mapping[str, Any]):
-    error: Exception
+    error: BaseException
 
     def __getitem__(self, fqn: str) -> STORAGE_TYPES:
         raise self.error
