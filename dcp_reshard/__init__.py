@@ -31,6 +31,7 @@ from dcp_reshard.optimizer import load_sharded_optimizer_state_dict
 from dcp_reshard.options import ReaderOptions, RetryPolicy
 from dcp_reshard.plan import PlanOptions, ReadPlan, Want, plan_reads
 from dcp_reshard.planner import ReshardLoadPlanner
+from dcp_reshard.rank_values import RankValueWarning
 from dcp_reshard.reader import ReshardStorageReader
 from dcp_reshard.report import LoadReport
 from dcp_reshard.reshard import LazySplit, reshard_tensor
@@ -55,6 +56,7 @@ __all__ = [
     "PeerFailedError",
     "PlanError",
     "PlanOptions",
+    "RankValueWarning",
     "ReadPlan",
     "ReaderOptions",
     "ReshardError",

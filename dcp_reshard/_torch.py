@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import (
     Replicate,
@@ -47,6 +48,7 @@ __all__ = [
     "chunk_metadata",
     "default_device",
     "describe_ranks",
+    "describe_ranks",
     "dtensor_cuts",
     "empty_dtensor_like",
     "empty_sharded_tensor_like",
@@ -55,6 +57,7 @@ __all__ = [
     "load_state_dict",
     "make_sharded_tensor",
     "set_element",
+    "sharing_ranks",
     "shard_places",
     "storage_info",
 ]
@@ -119,6 +122,21 @@ def sharing_ranks(tensor: torch.Tensor) -> object | None:
 
 
 def describe_ranks(ranks: object) -> str:
+    """The ranks of a mesh, in their arrangement, or of a process group."""
+    if isinstance(ranks, DeviceMesh):
+        return f"{tuple(ranks.shape)} {ranks.mesh.flatten().tolist()}"
+    # `get_process_group_ranks` fails for a group that has been destroyed.
+    return str(sorted(dist.distributed_c10d._world.pg_group_ranks.get(ranks, ())))
+
+
+def sharing_ranks(tensor: torch.Tensor) -> object | None:
+    """What says which ranks share a tensor: its mesh, or its process group; None if it is plain."""
+    if isinstance(tensor, DTensor):
+        return tensor.device_mesh
+    return tensor._process_group if isinstance(tensor, ShardedTensor) else None
+
+
+def describe_ranks(ranks: Any) -> str:
     """The ranks of a mesh, in their arrangement, or of a process group."""
     if isinstance(ranks, DeviceMesh):
         return f"{tuple(ranks.shape)} {ranks.mesh.flatten().tolist()}"

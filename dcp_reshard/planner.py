@@ -10,6 +10,7 @@ Until the plan of this rank has succeeded, the caller's state dict is not touche
 from __future__ import annotations
 
 import io
+import math
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from dcp_reshard._torch import (
     DTensor,
@@ -27,15 +28,25 @@ from dcp_reshard._torch import (
     empty_sharded_tensor_like,
     flatten_state_dict,
     flatten_state_dict_2_3,
-    set_element,
 )
 from dcp_reshard.box import Box
 from dcp_reshard.catalog import Catalog
 from dcp_reshard.errors import LayoutError, PlanError, UnsafeCheckpointError
 from dcp_reshard.garbage import paused_gc
-from dcp_reshard.layout import TensorLayout, collect_layout
-from dcp_reshard.plan import PlanOptions, ReadPlan, TensorPlan, Want, plan_reads
+from dcp_reshard.layout import LocalShard, TensorLayout, collect_layout
+from dcp_reshard.plan import PlanOptions, ReadPlan, Want, plan_reads
+from dcp_reshard.portable import portable
+from dcp_reshard.rank_values import collect_asked_for, warn_of_shared_values
+from dcp_reshard.read_items import make_read_items
 from dcp_reshard.torch_metadata import catalog_of
+from dcp_reshard.values import (
+    check_object,
+    fill_with_number,
+    is_number,
+    merge_object,
+    set_value,
+    to_number,
+)
 
 __all__ = ["ReshardLoadPlanner"]
 
@@ -77,7 +88,10 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         self.allowed_classes = tuple(allowed_classes)
         self.plan = None
         self._layouts: dict[str, TensorLayout] = {}
+        self._from_numbers: dict[str, TensorLayout] = {}
+        self._to_numbers: dict[str, TensorLayout] = {}
 
+    @portable
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -102,6 +116,7 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             self.state_dict = dict(state_dict)
             self.mappings = {key: (key,) for key in state_dict}
 
+    @portable
     @paused_gc()
     def create_local_plan(self) -> LoadPlan:
         """Plan this rank's reads.
@@ -112,26 +127,44 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             ChunkCoverageError: The checkpoint does not hold all of a tensor.
         """
         layouts = collect_layout(self.state_dict)
+        self._from_numbers = {
+            fqn: layout for fqn, layout in layouts.items() if self._is_stored_as_number(layout)
+        }
+        self._to_numbers = self._layouts_of_numbers()
+        layouts |= self._to_numbers
         wants = {
             fqn: Want(layout.shape, layout.dtype, tuple(shard.box for shard in layout.shards))
             for fqn, layout in layouts.items()
+            if fqn not in self._from_numbers
         }
-        objects = [fqn for fqn in self.state_dict if fqn not in layouts]
+        objects = [fqn for fqn in self.state_dict if fqn not in wants]
+        for fqn in objects:
+            if fqn not in layouts:
+                check_object(fqn, self.state_dict[fqn])
         plan = plan_reads(self._catalog, wants, objects=objects, options=self.options)
         planned = {tensor.fqn for tensor in plan.tensors}
         self._layouts = {fqn: layout for fqn, layout in layouts.items() if fqn in planned}
         self._materialise_meta_tensors()
         self.plan = plan
-        items = [_object_item(fqn, key) for fqn, key in plan.objects]
-        for tensor in plan.tensors:
-            items += _tensor_items(tensor)
-        return LoadPlan(items)
+        return LoadPlan(make_read_items(plan), planner_data=collect_asked_for(self.state_dict))
 
+    @portable
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Look at what all ranks ask for, on the coordinator. No plan is changed.
+
+        Warns:
+            RankValueWarning: Ranks under different meshes get one rank's copy of a plain tensor.
+        """
+        warn_of_shared_values([plan.planner_data for plan in global_plan], self.state_dict)
+        return global_plan
+
+    @portable
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Set a value that is not a tensor, read as data only.
 
         Raises:
             UnsafeCheckpointError: The value is of a class that is not allowed.
+            PlanError: A tensor of the state dict cannot take the value.
         """
         fqn = read_item.dest_index.fqn
         try:
@@ -144,8 +177,24 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
                 f"class is listed in `allowed_classes` ({str(error)[:500]})",
                 fqn=fqn,
             ) from error
-        self.state_dict[fqn] = loaded
-        set_element(self.original_state_dict, self.mappings[fqn], loaded)
+        layout = self._from_numbers.get(fqn)
+        if layout is None:
+            self._set(fqn, merge_object(fqn, self.state_dict[fqn], loaded))
+            return
+        lossy = self.options.dtype_policy == "cast"
+        for shard in layout.shards:
+            fill_with_number(fqn, shard.tensor, loaded, lossy=lossy)
+
+    @portable
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Take note that a part has been read: a number takes its value from it now.
+
+        Raises:
+            PlanError: A number of the type that the state dict has cannot have this value.
+        """
+        fqn = read_item.dest_index.fqn
+        if fqn in self._to_numbers:
+            self._set(fqn, to_number(fqn, tensor, self.state_dict[fqn]))
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The local memory for a box of a global tensor.
@@ -188,24 +237,47 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             return old_values, old_paths
         return values, paths
 
-    def _materialise_meta_tensors(self) -> None:
-        for fqn in self._layouts:
-            tensor = self.state_dict[fqn]
-            if not _is_meta(tensor):
+    def _is_stored_as_number(self, layout: TensorLayout) -> bool:
+        stored = self.options.stored_key(layout.fqn) in self._catalog.objects
+        return stored and math.prod(layout.shape) == 1
+
+    def _layouts_of_numbers(self) -> dict[str, TensorLayout]:
+        """Memory of their own for numbers that are stored as tensors of one element."""
+        layouts: dict[str, TensorLayout] = {}
+        for fqn, value in self.state_dict.items():
+            if not is_number(value):
                 continue
-            real: torch.Tensor
-            if isinstance(tensor, DTensor):
-                device = default_device(tensor.device_mesh.device_type)
-                real = empty_dtensor_like(tensor, dtype=tensor.dtype, device=device)
-            elif isinstance(tensor, ShardedTensor):
-                real = empty_sharded_tensor_like(
-                    tensor, dtype=tensor.dtype, device=default_device()
+            stored = self._catalog.tensors.get(self.options.stored_key(fqn))
+            if stored is not None and math.prod(stored.shape) == 1:
+                shard = LocalShard(
+                    Box.full(stored.shape), torch.empty(stored.shape, dtype=stored.dtype)
                 )
-            else:
-                real = torch.empty_like(tensor, device=default_device())
-            self.state_dict[fqn] = real
-            set_element(self.original_state_dict, self.mappings[fqn], real)
-            self._layouts |= collect_layout({fqn: real})
+                layouts[fqn] = TensorLayout(fqn, stored.shape, stored.dtype, (shard,))
+        return layouts
+
+    def _set(self, fqn: str, value: object) -> None:
+        self.state_dict[fqn] = value
+        set_value(self.original_state_dict, self.mappings[fqn], value)
+
+    def _materialise_meta_tensors(self) -> None:
+        # A tensor under several keys (tied parameters) stays one tensor.
+        made: dict[int, torch.Tensor] = {}
+        for layouts in (self._layouts, self._from_numbers):
+            for fqn in layouts:
+                tensor = self.state_dict[fqn]
+                if isinstance(tensor, torch.Tensor) and _is_meta(tensor):
+                    real = made.setdefault(id(tensor), _materialise(tensor))
+                    self._set(fqn, real)
+                    layouts |= collect_layout({fqn: real})
+
+
+def _materialise(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        device = default_device(tensor.device_mesh.device_type)
+        return empty_dtensor_like(tensor, dtype=tensor.dtype, device=device)
+    if isinstance(tensor, ShardedTensor):
+        return empty_sharded_tensor_like(tensor, dtype=tensor.dtype, device=default_device())
+    return torch.empty_like(tensor, device=default_device())
 
 
 def _is_meta(tensor: torch.Tensor | TensorLayout) -> bool:
@@ -214,34 +286,3 @@ def _is_meta(tensor: torch.Tensor | TensorLayout) -> bool:
     if isinstance(tensor, ShardedTensor):
         return any(_is_meta(shard.tensor) for shard in tensor.local_shards())
     return not isinstance(tensor, TensorLayout) and tensor.device.type == "meta"
-
-
-def _object_item(fqn: str, key: str) -> ReadItem:
-    none = torch.Size((0,))
-    return ReadItem(
-        type=LoadItemType.BYTE_IO,
-        dest_index=MetadataIndex(fqn),
-        dest_offsets=none,
-        storage_index=MetadataIndex(key),
-        storage_offsets=none,
-        lengths=none,
-    )
-
-
-def _tensor_items(tensor: TensorPlan) -> list[ReadItem]:
-    chunks, key = tensor.stored.chunks, tensor.stored.fqn
-    items = []
-    for part in tensor.parts:
-        shard: Box = tensor.want.boxes[part.shard]
-        chunk_offsets = tuple(chunks.offsets[part.chunk].tolist())
-        items.append(
-            ReadItem(
-                type=LoadItemType.TENSOR,
-                dest_index=MetadataIndex(tensor.fqn, shard.offsets, part.shard),
-                dest_offsets=torch.Size(part.region.relative_to(shard.offsets).offsets),
-                storage_index=MetadataIndex(key, chunk_offsets, part.chunk),
-                storage_offsets=torch.Size(part.region.relative_to(chunk_offsets).offsets),
-                lengths=torch.Size(part.region.sizes),
-            )
-        )
-    return items

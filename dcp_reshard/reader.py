@@ -192,7 +192,7 @@ class ReshardStorageReader(StorageReader):
         if not self.options.keep_plan_local:
             return replace(plan, storage_data=digest)
         self._items = plan.items
-        return LoadPlan([], storage_data=digest)
+        return replace(plan, items=[], storage_data=digest)
 
     @portable
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
