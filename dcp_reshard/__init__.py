@@ -17,6 +17,7 @@ from dcp_reshard.errors import (
     InconsistentRanksError,
     LayoutError,
     MissingExtraError,
+    MissingParameterError,
     MissingTensorError,
     OptimizerStateError,
     PeerFailedError,
@@ -35,6 +36,7 @@ from dcp_reshard.rank_values import RankValueWarning
 from dcp_reshard.reader import ReshardStorageReader
 from dcp_reshard.report import LoadReport
 from dcp_reshard.reshard import LazySplit, reshard_tensor
+from dcp_reshard.sharded_parameter import shard_parameter
 
 __version__ = "0.1.0"
 
@@ -51,6 +53,7 @@ __all__ = [
     "LazySplit",
     "LoadReport",
     "MissingExtraError",
+    "MissingParameterError",
     "MissingTensorError",
     "OptimizerStateError",
     "PeerFailedError",
@@ -62,13 +65,14 @@ __all__ = [
     "ReshardError",
     "ReshardLoadPlanner",
     "ReshardStorageReader",
+    "RetryPolicy",
     "ShapeMismatchError",
     "StorageError",
     "UnsafeCheckpointError",
-    "RetryPolicy",
     "Want",
     "load",
     "load_sharded_optimizer_state_dict",
     "plan_reads",
     "reshard_tensor",
+    "shard_parameter",
 ]

@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import (
     Replicate,
@@ -48,7 +47,6 @@ __all__ = [
     "chunk_metadata",
     "default_device",
     "describe_ranks",
-    "describe_ranks",
     "dtensor_cuts",
     "empty_dtensor_like",
     "empty_sharded_tensor_like",
@@ -57,8 +55,8 @@ __all__ = [
     "load_state_dict",
     "make_sharded_tensor",
     "set_element",
-    "sharing_ranks",
     "shard_places",
+    "sharing_ranks",
     "storage_info",
 ]
 
@@ -112,21 +110,6 @@ def dtensor_cuts(tensor: DTensor, *, fqn: str) -> list[Cut] | None:
     return [
         cut for dim in dims for cut in cut_order([cut for cut in cuts.values() if cut.dim == dim])
     ]
-
-
-def sharing_ranks(tensor: torch.Tensor) -> object | None:
-    """What says which ranks share a tensor: its mesh, or its process group; None if it is plain."""
-    if isinstance(tensor, DTensor):
-        return tensor.device_mesh
-    return tensor._process_group if isinstance(tensor, ShardedTensor) else None
-
-
-def describe_ranks(ranks: object) -> str:
-    """The ranks of a mesh, in their arrangement, or of a process group."""
-    if isinstance(ranks, DeviceMesh):
-        return f"{tuple(ranks.shape)} {ranks.mesh.flatten().tolist()}"
-    # `get_process_group_ranks` fails for a group that has been destroyed.
-    return str(sorted(dist.distributed_c10d._world.pg_group_ranks.get(ranks, ())))
 
 
 def sharing_ranks(tensor: torch.Tensor) -> object | None:
@@ -201,7 +184,13 @@ def empty_sharded_tensor_like(
 
 
 def chunk_metadata(spec: ChunkShardingSpec, tensor: torch.Tensor) -> ShardedTensorMetadata:
-    """Where the shards of a tensor lie if it is sharded by this spec."""
+    """Where the shards of a tensor lie if it is sharded by this spec.
+
+    Raises:
+        ValueError: The tensor does not have the dim, or has too few indices along it: torch 2.13
+            places some empty shards behind the end of the tensor, and then, in all operations,
+            refuses them.
+    """
     properties = ShardedTensorProperties(
         dtype=tensor.dtype,
         layout=tensor.layout,
@@ -209,7 +198,15 @@ def chunk_metadata(spec: ChunkShardingSpec, tensor: torch.Tensor) -> ShardedTens
         memory_format=torch.contiguous_format,
         pin_memory=False,
     )
-    return spec.build_metadata(tensor.size(), properties)
+    metadata = spec.build_metadata(tensor.size(), properties)
+    for i, shard in enumerate(metadata.shards_metadata):
+        if any(o > size for o, size in zip(shard.shard_offsets, tensor.size(), strict=True)):
+            raise ValueError(
+                f"a ShardedTensor of shape {tuple(tensor.size())!r} cannot be cut along dim "
+                f"{spec.dim} into {len(spec.placements)} shards: shard {i} would start at "
+                f"{shard.shard_offsets!r}"
+            )
+    return metadata
 
 
 def shard_places(

@@ -8,6 +8,7 @@
             ChunkCoverageError                           stored chunks overlap, or leave a hole
             CorruptRecordError                           bytes do not match their checksum
         LayoutError(ReshardError, ValueError)            a tensor that cannot be described
+            MissingParameterError(.., AttributeError)    a module has no parameter of that name
         PlanError(ReshardError, ValueError)              checkpoint and state dict do not fit
             MissingTensorError(PlanError, KeyError)      keys that the checkpoint does not have
             ShapeMismatchError                           stored and wanted global shape differ
@@ -33,6 +34,7 @@ __all__ = [
     "InconsistentRanksError",
     "LayoutError",
     "MissingExtraError",
+    "MissingParameterError",
     "MissingTensorError",
     "OptimizerStateError",
     "PeerFailedError",
@@ -106,6 +108,10 @@ class CorruptRecordError(CheckpointFormatError):
 
 class LayoutError(ReshardError, ValueError):
     """What this rank holds of a tensor cannot be described: placement, nesting, or local shape."""
+
+
+class MissingParameterError(LayoutError, AttributeError):
+    """A module has no parameter of the given name."""
 
 
 class PlanError(ReshardError, ValueError):
