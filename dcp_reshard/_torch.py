@@ -46,6 +46,7 @@ __all__ = [
     "ShardedTensorMetadata",
     "chunk_metadata",
     "default_device",
+    "default_store",
     "describe_ranks",
     "dtensor_cuts",
     "empty_dtensor_like",
@@ -293,6 +294,15 @@ def default_device(kind: str | None = None) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def default_store() -> dist.Store:
+    """The store through which the default process group was formed.
+
+    Stands for `_get_default_store`.
+    """
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
 
 
 def storage_info(path: str, offset: int, length: int) -> object:

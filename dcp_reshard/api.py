@@ -16,6 +16,7 @@ from tqdm import tqdm
 from dcp_reshard._torch import load_state_dict
 from dcp_reshard.catalog import CatalogSource
 from dcp_reshard.options import ReaderOptions
+from dcp_reshard.outcome import own_errors
 from dcp_reshard.plan import DtypePolicy, PlanOptions, ReadPlan, Rename
 from dcp_reshard.planner import ReshardLoadPlanner
 from dcp_reshard.reader import ReshardStorageReader
@@ -66,6 +67,10 @@ def load(
         ReshardError: The load failed before any collective call, or in a single process.
         torch.distributed.checkpoint.api.CheckpointException: The load failed on some rank; raised
             on all, with every failing rank's error.
+        PeerFailedError: A rank has died, or has not answered within the timeout of the process
+            group.
+        KeyboardInterrupt: This rank was interrupted (`SystemExit` likewise); the others get the
+            `CheckpointException`.
 
     Example:
         >>> report = load({"w": w}, path, no_dist=True)  # doctest: +SKIP
@@ -95,13 +100,16 @@ def load(
             key: value.state_dict() if _is_stateful(value) else value
             for key, value in sorted(state_dict.items())
         }
-        load_state_dict(
-            values,
-            storage_reader=reader,
-            planner=planner,
-            process_group=process_group,
-            no_dist=alone,
-        )
+        with own_errors(
+            group=reader.process_group, waiting_for=lambda: f"all ranks to {reader.waiting_for}"
+        ):
+            load_state_dict(
+                values,
+                storage_reader=reader,
+                planner=planner,
+                process_group=process_group,
+                no_dist=alone,
+            )
     for key, loaded in values.items():
         value = state_dict[key]
         if _is_stateful(value):

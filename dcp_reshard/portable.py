@@ -20,12 +20,14 @@ from typing import ParamSpec, TypeVar
 from dcp_reshard import errors
 from dcp_reshard.errors import ReshardError
 
-__all__ = ["describe", "portable", "to_portable"]
+__all__ = ["STOPS", "describe", "portable", "to_portable"]
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
-_STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+"""What stops a process, not only a load."""
+
 _MAX_PICKLED_BYTES = 256 * 2**10
 _MAX_TEXT = 8 * 2**10
 _MAX_CAUSES = 4
@@ -55,9 +57,9 @@ def to_portable(error: BaseException) -> BaseException:
     if known and _survives(error):
         return error
     text = describe(error)
-    if isinstance(error, _STOPS):
+    if isinstance(error, STOPS):
         # What stops a process has to stop it on the rank where it came up.
-        return next(kind for kind in _STOPS if isinstance(error, kind))(text)
+        return next(kind for kind in STOPS if isinstance(error, kind))(text)
     if known and isinstance(error, ReshardError):
         context = {name: getattr(error, name) for name in ("fqn", "file", "start", "end")}
         return type(error)(text, **context)

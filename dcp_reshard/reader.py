@@ -70,6 +70,7 @@ class ReshardStorageReader(StorageReader):
 
     Attributes:
         stats: Counters of the latest load on this rank.
+        waiting_for: What all ranks have to do for this rank to go on, where it waits.
 
     Example:
         >>> import torch, torch.distributed.checkpoint as dcp
@@ -116,6 +117,7 @@ class ReshardStorageReader(StorageReader):
         self._source: CountingSource | None = None
         self._items: Sequence[ReadItem] = ()
         self._load_id = str(uuid.uuid4())
+        self.waiting_for = "read the metadata"
 
     @property
     def checkpoint_id(self) -> str:
@@ -189,6 +191,7 @@ class ReshardStorageReader(StorageReader):
         for fqn in sorted({item.dest_index.fqn for item in plan.items}):
             keys.update(fqn.encode(errors="surrogatepass") + b"\0")
         digest = _PlanDigest(self._catalog.digest, keys.hexdigest(), len(plan.items))
+        self.waiting_for = "make their plans"
         if not self.options.keep_plan_local:
             return replace(plan, storage_data=digest)
         self._items = plan.items
@@ -222,6 +225,7 @@ class ReshardStorageReader(StorageReader):
             PlanError: The plan was changed by a planner, although it never left this rank.
         """
         assert self._source is not None
+        self.waiting_for = "read their parts"
         exchange = self._exchanges(plan)
         started = time.perf_counter()
         with self._agreement(exchange=exchange):
@@ -229,6 +233,7 @@ class ReshardStorageReader(StorageReader):
             resolved = time.perf_counter()
             read = self._read(parts, objects)
         finished = time.perf_counter()
+        self.waiting_for = "send checksums of what they have read"
         verdict = check_records(
             read.records,
             self._catalog,
@@ -254,6 +259,7 @@ class ReshardStorageReader(StorageReader):
             "verify": time.perf_counter() - finished,
         }
         self._items = ()
+        self.waiting_for = "end the load"
         future: Future[None] = Future()
         future.set_result(None)
         return future
