@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import (
     Replicate,
@@ -296,12 +297,12 @@ def default_device(kind: str | None = None) -> torch.device:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """The store through which the default process group was formed.
 
     Stands for `_get_default_store`.
     """
-    store: dist.Store = dist.distributed_c10d._get_default_store()
+    store: Store = dist.distributed_c10d._get_default_store()
     return store
 
 

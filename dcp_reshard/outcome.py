@@ -21,6 +21,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.distributed_c10d import Store
 
 from dcp_reshard._torch import default_store
 from dcp_reshard.errors import PeerFailedError, ReshardError
@@ -102,7 +103,7 @@ def _call_roll(group: dist.ProcessGroup, found: list[list[int]]) -> None:
         logger.info("the store of the process group cannot be asked who is there: %s", error)
 
 
-def _has_note(store: dist.Store, key: str) -> bool:
+def _has_note(store: Store, key: str) -> bool:
     if not store.check([key]):
         return False
     return time.time() - float(store.get(key)) < _MAX_AGE_SECONDS
