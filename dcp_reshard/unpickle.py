@@ -159,15 +159,22 @@ class _Entry:
     """Base of the records: takes exactly its fields, once."""
 
     __slots__ = ()
+    _fields: ClassVar[frozenset[str]] = frozenset()
     _optional: ClassVar[frozenset[str]] = frozenset()
 
     def __setstate__(self, state: object) -> None:
         names: tuple[str, ...] = type(self).__slots__
+        again = bool(names) and hasattr(self, names[0])
+        if type(state) is dict and state.keys() == self._fields and not again:
+            # Three times per chunk; the checks below only tell what is wrong.
+            for name in names:
+                setattr(self, name, state[name])
+            return
         if type(state) is not dict:
             raise CheckpointFormatError(
                 f"{type(self).__name__}: state of type {type(state).__name__}"
             )
-        if any(hasattr(self, name) for name in names):
+        if again:
             raise CheckpointFormatError(f"{type(self).__name__}: state is set twice")
         for name in names:
             if name not in state and name not in self._optional:
@@ -182,6 +189,7 @@ class MetadataEntry(_Entry):
     """Stands for `Metadata`."""
 
     __slots__ = ("planner_data", "state_dict_metadata", "storage_data", "storage_meta", "version")
+    _fields = frozenset(__slots__)
     _optional = frozenset({"planner_data", "storage_meta", "version"})
 
     planner_data: Any
@@ -195,6 +203,7 @@ class TensorEntry(_Entry):
     """Stands for `TensorStorageMetadata`."""
 
     __slots__ = ("chunks", "properties", "size")
+    _fields = frozenset(__slots__)
 
     chunks: Any
     properties: Any
@@ -211,6 +220,7 @@ class ChunkEntry(_Entry):
     """Stands for `ChunkStorageMetadata`."""
 
     __slots__ = ("offsets", "sizes")
+    _fields = frozenset(__slots__)
 
     offsets: Any
     sizes: Any
@@ -220,6 +230,7 @@ class IndexEntry(_Entry):
     """Stands for `MetadataIndex`; told apart by identity, so duplicates stay visible."""
 
     __slots__ = ("fqn", "index", "offset")
+    _fields = frozenset(__slots__)
     _optional = frozenset({"offset", "index"})
 
     fqn: Any
@@ -231,6 +242,7 @@ class StorageEntry(_Entry):
     """Stands for `_StorageInfo`."""
 
     __slots__ = ("length", "offset", "relative_path", "transform_descriptors")
+    _fields = frozenset(__slots__)
     _optional = frozenset({"transform_descriptors"})
 
     length: Any
@@ -243,6 +255,7 @@ class StorageMetaEntry(_Entry):
     """Stands for `StorageMeta`."""
 
     __slots__ = ("checkpoint_id", "load_id", "modules", "save_id")
+    _fields = frozenset(__slots__)
     _optional = frozenset(__slots__)
 
     checkpoint_id: Any

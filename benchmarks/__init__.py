@@ -1,0 +1,1 @@
+"""Measurements of the package, against stock `dcp.load` and at scale."""
