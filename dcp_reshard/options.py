@@ -79,6 +79,21 @@ class ReaderOptions:
     whole_item_bytes: int = 16 * 2**10
     """Stored chunks up to this size are read whole, in one request with their container."""
 
+    shared_item_bytes: int = 2**20
+    """Cooperative reading: a stored chunk up to this size of which at least half is wanted is read
+    whole by one rank. Larger ones are shared out in blocks, after their containers were read."""
+
+    block_bytes: int = 64 * 2**10
+    """Cooperative reading: the ranks agree on what is needed in blocks of this size (larger ones if
+    there would be more than a million)."""
+
+    auto_ratio: float = 1.25
+    """``mode="auto"`` reads cooperatively if the ranks would together read this many times what
+    they need, each for itself; on storage that several hosts share, or that keeps no cache."""
+
+    auto_bytes: int = 64 * 2**20
+    """... and if they would read at least this many bytes more."""
+
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     """What is done about calls to the storage that fail for a reason that may pass."""
 
@@ -97,9 +112,13 @@ class ReaderOptions:
             )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"`threads` must be at least 1, got {self.threads!r}")
-        for name in ("request_bytes", "whole_item_bytes"):
+        for name in ("request_bytes", "whole_item_bytes", "shared_item_bytes", "auto_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` must not be negative, got {getattr(self, name)!r}")
+        if self.block_bytes < 64 or self.block_bytes % 64:
+            raise ValueError(f"`block_bytes` must be a multiple of 64, got {self.block_bytes!r}")
+        if not self.auto_ratio >= 1:
+            raise ValueError(f"`auto_ratio` must be at least 1, got {self.auto_ratio!r}")
         if self.max_request_bytes < _MIN_REQUEST_BYTES:
             raise ValueError(
                 f"`memory_budget` must be at least {2 * self.num_threads * _MIN_REQUEST_BYTES} for "

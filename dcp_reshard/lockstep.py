@@ -1,0 +1,217 @@
+"""Ranks in lockstep: local work and collective calls in turn, and no rank left waiting for another.
+
+A rank that fails between two collective calls leaves the others waiting in the second one, until a
+timeout. So the work between calls is done in phases::
+
+    with lockstep.phase("planning"):          # this rank alone: may fail
+        rows = plan()
+    rows = lockstep.exchange_rows(rows)       # all ranks are here, or none
+
+On leaving a phase each rank tells every other whether it has failed. If one has, all raise: that
+rank its own error, the others a `PeerFailedError` that names it. Every rank hears from every other,
+so that all notice at once if one is dead.
+
+Interrupts from the keyboard are held back until a phase ends (`held_interrupts`): one that struck
+between a collective call and the next line would leave it unknown whether the call was made.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from dcp_reshard.collectives import collective_device
+from dcp_reshard.domains import IntArray
+from dcp_reshard.errors import PeerFailedError
+
+__all__ = ["Facts", "Lockstep"]
+
+IntegerArray = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(slots=True)
+class Facts:
+    """Numbers that ranks tell each other at the end of a phase."""
+
+    own: tuple[int, ...]
+    """Set these during the phase."""
+
+    all: IntArray
+    """Row r is what rank r has set; filled when the phase is over."""
+
+
+@dataclass(slots=True, eq=False)
+class Lockstep:
+    """The ranks of a load. Not frozen: it remembers an interrupt that is held back."""
+
+    group: dist.ProcessGroup | None
+    """The ranks; the default group if None. All must be there."""
+
+    on_wait: Callable[[str], None]
+    """Told what all ranks have to do for this one to go on."""
+
+    _interrupted: bool = field(default=False, init=False)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return dist.get_rank(self.group)
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors have to be for a collective call."""
+        return collective_device(self.group)
+
+    @contextmanager
+    def phase(self, what: str, *, facts: int = 0) -> Iterator[Facts]:
+        """Work that this rank does alone, and then the agreement that all ranks have done theirs.
+
+        The body must make no collective call. Leaving it is one.
+
+        Args:
+            what: What is done, for the errors.
+            facts: How many numbers the ranks tell each other at the end.
+
+        Raises:
+            BaseException: What the body raised.
+            PeerFailedError: The phase failed on another rank, or a rank cannot be reached.
+        """
+        told = Facts((0,) * facts, np.zeros((0, facts), dtype=np.int64))
+        error: BaseException | None = None
+        try:
+            yield told
+            self._raise_interrupt()
+        except BaseException as caught:
+            error = caught
+        try:
+            rows = self._tell(what, (error is not None, *told.own))
+        except PeerFailedError:
+            if error is not None:
+                raise error  # noqa: B904  the cause, not what follows from it
+            raise
+        if error is not None:
+            raise error
+        failed = np.flatnonzero(rows[:, 0]).tolist()
+        if failed:
+            ranks = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {failed}"
+            raise PeerFailedError(f"{ranks} of the load failed while {what}; see the error there")
+        told.all = rows[:, 1:]
+
+    def _tell(self, what: str, row: Sequence[int]) -> IntArray:
+        """The rows of all ranks; a collective call."""
+        out = torch.tensor([row] * self.size, dtype=torch.int64, device=self.device)
+        rows = torch.empty_like(out)
+        with self._waiting(f"end {what}"):
+            dist.all_to_all_single(rows, out, group=self.group)
+            told: IntArray = rows.cpu().numpy()
+        return told
+
+    def reduce_sum(self, array: IntegerArray) -> None:
+        """Add up an array over all ranks, in place; a collective call."""
+        self._reduce(array, dist.ReduceOp.SUM)
+
+    def reduce_max(self, array: IntegerArray) -> None:
+        """Take the maximum of each element over all ranks, in place; a collective call."""
+        self._reduce(array, dist.ReduceOp.MAX)
+
+    def _reduce(self, array: IntegerArray, op: dist.ReduceOp.RedOpType) -> None:
+        if not array.size:
+            return  # on all ranks alike
+        tensor = torch.from_numpy(array).to(self.device)
+        with self._waiting("say which bytes they need"):
+            dist.all_reduce(tensor, op=op, group=self.group)
+            array[...] = tensor.cpu().numpy()
+
+    def exchange_rows(self, outgoing: Sequence[IntArray], *, what: str) -> list[IntArray]:
+        """Send rows of numbers to each rank, and return those from each; a collective call.
+
+        Args:
+            outgoing: Rows for each rank, all of one width.
+            what: What is exchanged, for the errors.
+        """
+        width = outgoing[0].shape[1]
+        counts = torch.tensor([[len(rows)] for rows in outgoing], device=self.device)
+        counts_in = torch.empty_like(counts)
+        flat = torch.from_numpy(np.concatenate(outgoing)).to(self.device)
+        with self._waiting(f"send {what}"):
+            dist.all_to_all_single(counts_in, counts, group=self.group)
+            splits = counts_in.flatten().tolist()
+            received = flat.new_empty((sum(splits), width))
+            dist.all_to_all_single(
+                received, flat, splits, counts.flatten().tolist(), group=self.group
+            )
+            rows: IntArray = received.cpu().numpy()
+        return np.split(rows, np.cumsum(splits)[:-1])
+
+    def exchange_bytes(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        splits_in: Sequence[int],
+        splits_out: Sequence[int],
+        *,
+        what: str,
+    ) -> None:
+        """Send consecutive parts of a buffer to the ranks, and fill another; a collective call."""
+        with self._waiting(f"send {what}"):
+            dist.all_to_all_single(
+                received, sent, list(splits_in), list(splits_out), group=self.group
+            )
+            if received.is_cuda:
+                # Buffers are used again, and an error should be raised here.
+                torch.cuda.current_stream(received.device).synchronize()
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        self.on_wait(what)
+        try:
+            yield
+        except RuntimeError as error:
+            # gloo: a peer's connection is closed, or the group's timeout is over. NCCL: the latter.
+            raise PeerFailedError(
+                f"a rank of the load has died or cannot be reached; this rank waited for all ranks "
+                f"to {what} ({type(error).__name__}: {error})"
+            ) from error
+
+    @contextmanager
+    def held_interrupts(self) -> Iterator[None]:
+        """Hold back an interrupt from the keyboard until a phase ends; a second strikes at once.
+
+        Python's own handler is replaced meanwhile; one that the program has set is left alone.
+        """
+        main = threading.current_thread() is threading.main_thread()
+        if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            yield
+            return
+
+        def hold(number: int, frame: FrameType | None) -> None:
+            if self._interrupted:
+                signal.default_int_handler(number, frame)
+            self._interrupted = True
+
+        signal.signal(signal.SIGINT, hold)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._raise_interrupt()
+
+    def _raise_interrupt(self) -> None:
+        if self._interrupted:
+            self._interrupted = False
+            raise KeyboardInterrupt

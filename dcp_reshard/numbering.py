@@ -1,0 +1,120 @@
+"""Every stored item has a number, the same on all ranks, so that ranks can name items in arrays.
+
+Chunks are numbered tensor by tensor, in the order of their keys, then the objects. Ranks of one
+load have compared the digests of their catalogs, so they number alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dcp_reshard.catalog import Catalog, StoredObject, StoredTensor
+from dcp_reshard.domains import IntArray
+from dcp_reshard.probe import Item
+
+__all__ = ["Numbering", "number_items"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Numbering:
+    """The items of a catalog as columns; row i is item number i."""
+
+    catalog: Catalog
+    """What the checkpoint holds."""
+
+    tensors: tuple[StoredTensor, ...]
+    """Tensors in the order of their keys."""
+
+    objects: tuple[StoredObject, ...]
+    """Objects in the order of their keys."""
+
+    first: IntArray
+    """Number of the first chunk of each tensor, and of the first object."""
+
+    by_key: Mapping[str, int]
+    """The first number of each key."""
+
+    files: IntArray
+    """Index into `Catalog.files`."""
+
+    starts: IntArray
+    """First byte of the item in its file."""
+
+    lengths: IntArray
+    """Bytes of the item."""
+
+    numels: IntArray
+    """Elements of the chunk; bytes of the object."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks; objects have numbers from here."""
+        return int(self.first[-1])
+
+    @property
+    def num_dims(self) -> int:
+        """Dims of the tensor that has most of them; at least 1, which an object has."""
+        return max(1, *(len(t.shape) for t in self.tensors)) if self.tensors else 1
+
+    def number(self, fqn: str, chunk: int = 0) -> int:
+        """The number of a chunk, or of an object."""
+        return self.by_key[fqn] + chunk
+
+    def find_object(self, number: int) -> StoredObject | None:
+        """The object of this number; None if it is a chunk's."""
+        chunks = self.num_chunks
+        return self.objects[number - chunks] if number >= chunks else None
+
+    def find_chunk(self, number: int) -> tuple[StoredTensor, int]:
+        """The tensor and the chunk of this number."""
+        index = int(np.searchsorted(self.first, number, side="right")) - 1
+        return self.tensors[index], number - int(self.first[index])
+
+    def item(self, number: int) -> Item:
+        """Where the item is."""
+        name = self.catalog.files[int(self.files[number])]
+        return Item(name, int(self.starts[number]), int(self.lengths[number]))
+
+    def fqn(self, number: int) -> str:
+        """The key of an item."""
+        stored = self.find_object(number)
+        return stored.fqn if stored is not None else self.find_chunk(number)[0].fqn
+
+    def ndim(self, number: int) -> int:
+        """Dims of an item; an object has one."""
+        is_object = number >= self.num_chunks
+        return 1 if is_object else len(self.find_chunk(number)[0].shape)
+
+    def itemsizes(self, numbers: IntArray) -> IntArray:
+        """Bytes of an element of each of these items."""
+        sizes = np.array([*(t.dtype.itemsize for t in self.tensors), 1], dtype=np.int64)
+        tensors: IntArray = sizes[np.searchsorted(self.first, numbers, side="right") - 1]
+        return tensors
+
+
+def number_items(catalog: Catalog) -> Numbering:
+    """The numbers of all items of a catalog."""
+    tensors = tuple(t for _, t in sorted(catalog.tensors.items()))
+    objects = tuple(o for _, o in sorted(catalog.objects.items()))
+    first = np.cumsum([0, *(len(t.chunks) for t in tensors)])
+    by_key = dict(zip((t.fqn for t in tensors), first.tolist(), strict=False))
+    by_key |= {o.fqn: int(first[-1]) + i for i, o in enumerate(objects)}
+    return Numbering(
+        catalog,
+        tensors,
+        objects,
+        first,
+        by_key,
+        _column([*(t.files for t in tensors), [o.file for o in objects]]),
+        _column([*(t.starts for t in tensors), [o.start for o in objects]]),
+        _column([*(t.lengths for t in tensors), [o.length for o in objects]]),
+        _column([*(t.chunks.sizes.prod(axis=1) for t in tensors), [o.length for o in objects]]),
+    )
+
+
+def _column(parts: Sequence[Any]) -> IntArray:
+    return np.concatenate(parts).astype(np.int64)
