@@ -29,13 +29,16 @@ from dcp_reshard.errors import (
 )
 from dcp_reshard.fused import FusedBlocks
 from dcp_reshard.optimizer import load_sharded_optimizer_state_dict
+from dcp_reshard.optimizer_load import load_optimizer
+from dcp_reshard.optimizer_options import OptimizerOptions
 from dcp_reshard.options import ReaderOptions, RetryPolicy
 from dcp_reshard.plan import PlanOptions, ReadPlan, Want, plan_reads
 from dcp_reshard.planner import ReshardLoadPlanner
 from dcp_reshard.rank_values import RankValueWarning
 from dcp_reshard.reader import ReshardStorageReader
-from dcp_reshard.report import LoadReport
+from dcp_reshard.report import HyperParameter, LoadReport, OptimizerReport
 from dcp_reshard.reshard import LazySplit, reshard_tensor
+from dcp_reshard.save_planner import ReshardSavePlanner
 from dcp_reshard.sharded_parameter import shard_parameter
 
 __version__ = "0.1.0"
@@ -48,6 +51,7 @@ __all__ = [
     "CorruptRecordError",
     "DtypeMismatchError",
     "FusedBlocks",
+    "HyperParameter",
     "InconsistentRanksError",
     "LayoutError",
     "LazySplit",
@@ -55,6 +59,8 @@ __all__ = [
     "MissingExtraError",
     "MissingParameterError",
     "MissingTensorError",
+    "OptimizerOptions",
+    "OptimizerReport",
     "OptimizerStateError",
     "PeerFailedError",
     "PlanError",
@@ -64,6 +70,7 @@ __all__ = [
     "ReaderOptions",
     "ReshardError",
     "ReshardLoadPlanner",
+    "ReshardSavePlanner",
     "ReshardStorageReader",
     "RetryPolicy",
     "ShapeMismatchError",
@@ -71,6 +78,7 @@ __all__ = [
     "UnsafeCheckpointError",
     "Want",
     "load",
+    "load_optimizer",
     "load_sharded_optimizer_state_dict",
     "plan_reads",
     "reshard_tensor",

@@ -22,7 +22,7 @@ from dcp_reshard.planner import ReshardLoadPlanner
 from dcp_reshard.reader import ReshardStorageReader
 from dcp_reshard.report import LoadReport
 
-__all__ = ["load", "make_report"]
+__all__ = ["load", "make_report", "progress_bar"]
 
 
 def load(
@@ -64,7 +64,7 @@ def load(
         What this rank read, what was cast, which keys did not match.
 
     Raises:
-        ReshardError: The load failed before any collective call, or in a single process.
+        ReshardError: The load failed in a single process.
         torch.distributed.checkpoint.api.CheckpointException: The load failed on some rank; raised
             on all, with every failing rank's error.
         PeerFailedError: A rank has died, or has not answered within the timeout of the process
@@ -87,7 +87,7 @@ def load(
         ),
         allowed_classes=allowed_classes,
     )
-    with _progress_bar(show=progress and rank == 0) as on_progress:
+    with progress_bar(show=progress and rank == 0) as on_progress:
         reader = ReshardStorageReader(
             checkpoint_id,
             mode=mode,
@@ -151,7 +151,8 @@ def _is_stateful(value: object) -> TypeGuard[Stateful]:
 
 
 @contextmanager
-def _progress_bar(*, show: bool) -> Iterator[Callable[[int, int], None] | None]:
+def progress_bar(*, show: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar for the `on_progress` of a reader, or None if it is not to be shown."""
     if not show:
         yield None
         return

@@ -4,42 +4,43 @@ No optimizer step is taken and no template is needed: what there is to load foll
 recorded key paths of the checkpoint, and where it goes from the parameters alone. For each stored
 value below the optimizer's key:
 
-1. Its path says which parameter it belongs to (``state.<fqn>.<name>``), in the nested form that
+1. Its path says which parameter it belongs to (`optimizer_keys`), in the nested form that
    `get_optimizer_state_dict` gives, and in the flattened one.
-2. A tensor of the parameter's shape gets the parameter's layout: `DTensor` for `DTensor` on the
-   same mesh, `ShardedTensor` for `ShardedTensor` over the same process group, plain for plain.
-3. Any other tensor (0-d `step`, factored moments) is loaded whole on every rank.
+2. The parameter is found in the model by name, whatever wrappers are around either (`param_names`).
+3. Memory is made, laid out like the parameter (`optimizer_memory`), and the planner is asked to
+   fill it.
 
-The stored dtype is kept: fp32 moments of a bf16 parameter stay fp32.
+State of parameters that the model does not have is left out. `optimizer_load` does the whole round
+for a live optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from dcp_reshard._torch import (
-    DTensor,
-    ShardedTensor,
-    empty_dtensor_like,
-    empty_sharded_tensor_like,
-    flatten_state_dict,
-    load_state_dict,
-    set_element,
-)
-from dcp_reshard.catalog import Catalog, KeyPath, StoredTensor
+from dcp_reshard._torch import flatten_state_dict, load_state_dict, set_element
+from dcp_reshard.catalog import Catalog, KeyPath
+from dcp_reshard.deferred import DeferredPlanner
 from dcp_reshard.errors import OptimizerStateError
+from dcp_reshard.optimizer_keys import find_stored_optimizer, groups_path, rename_param
+from dcp_reshard.optimizer_memory import make_memory
+from dcp_reshard.optimizer_options import OptimizerOptions
+from dcp_reshard.outcome import own_errors
+from dcp_reshard.param_names import describe_nearest, match_names, shorten
+from dcp_reshard.plan import PlanOptions
 from dcp_reshard.planner import ReshardLoadPlanner
+from dcp_reshard.report import OptimizerReport
 from dcp_reshard.torch_metadata import catalog_of
 
 __all__ = ["load_sharded_optimizer_state_dict"]
-
-_STATE = "state"
 
 
 def load_sharded_optimizer_state_dict(
@@ -47,25 +48,41 @@ def load_sharded_optimizer_state_dict(
     optimizer_key: str,
     storage_reader: StorageReader,
     planner: LoadPlanner | None = None,
+    *,
+    options: OptimizerOptions | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    on_report: Callable[[OptimizerReport], None] | None = None,
 ) -> dict[str, Any]:
     """Load the optimizer state of a checkpoint for a model that may be sharded in another way.
 
     Takes the arguments of torch's function of this name, and any model: parameters may be `DTensor`
-    (FSDP2, TP, HSDP), `ShardedTensor` (FSDP1), or plain.
+    (FSDP2, TP, HSDP), `ShardedTensor` (FSDP1), or plain. To be called by all ranks.
 
     Args:
-        model_state_dict: The state dict of the model (values may be nested below a key).
+        model_state_dict: The state dict of the model. What is returned has its names.
         optimizer_key: Key under which the optimizer was saved; dots lead into nested dicts.
         storage_reader: Reads the checkpoint.
-        planner: Plans the load; `ReshardLoadPlanner()` if None.
+        planner: Plans the load; `ReshardLoadPlanner()` if None. It is asked for the keys of the
+            checkpoint, so a `rename` of its own must leave these alone.
+        options: What to do where the model and the checkpoint differ.
+        process_group: The ranks that load together; that of the reader, or the default group, if
+            None.
+        no_dist: Load in this process alone, without any collective call.
+        on_report: Called with what was restored and what was not, by name.
 
     Returns:
         The optimizer's state dict below its key, nested as it was saved: ready for
-        `set_optimizer_state_dict`, or for FSDP1's `optim_state_dict_to_load`.
+        `set_optimizer_state_dict`, or for FSDP1's `optim_state_dict_to_load`. Where names of the
+        checkpoint differ from those of the model, it has the model's.
 
     Raises:
-        OptimizerStateError: The checkpoint has nothing below the key.
-        ReshardError: The load failed.
+        OptimizerStateError: The checkpoint has nothing below the key, or no state of any parameter
+            of the model.
+        ReshardError: The load failed in a single process.
+        torch.distributed.checkpoint.api.CheckpointException: The load failed on some rank (with one
+            of these, say); raised on all.
+        PeerFailedError: A rank has died, or has not answered in time.
 
     Example:
         >>> osd = load_sharded_optimizer_state_dict(
@@ -73,68 +90,129 @@ def load_sharded_optimizer_state_dict(
         ... )  # doctest: +SKIP
         >>> set_optimizer_state_dict(model, optimizer, osd["optimizer"])  # doctest: +SKIP
     """
-    catalog = catalog_of(storage_reader.read_metadata())
-    params, _ = flatten_state_dict(model_state_dict)
-    prefix: KeyPath = tuple(optimizer_key.split("."))
-    state: dict[str, Any] = {}
-    for fqn in catalog.keys:
-        path = _below(catalog.key_path(fqn), prefix)
-        if path is None:
-            continue
-        stored = catalog.tensors.get(fqn)
-        # The planner replaces a value that is not a tensor; until then it is a placeholder.
-        state[fqn] = (
-            None if stored is None else _make_destination(stored, _find_param(path, params))
+    values, _ = flatten_state_dict(model_state_dict)
+    params = {name: v for name, v in values.items() if isinstance(v, torch.Tensor)}
+    load = _Load(params, optimizer_key, options or OptimizerOptions(), planner)
+    alone = no_dist or not (dist.is_available() and dist.is_initialized())
+    group = process_group or getattr(storage_reader, "process_group", None)
+    with own_errors(
+        group=None if alone else (group or dist.group.WORLD),
+        waiting_for=lambda: f"all ranks to {getattr(storage_reader, 'waiting_for', 'go on')}",
+    ):
+        load_state_dict(
+            {},
+            storage_reader=storage_reader,
+            planner=DeferredPlanner(load.plan),
+            process_group=group,
+            no_dist=alone,
         )
-    if not state:
-        raise OptimizerStateError(
-            f"the checkpoint has nothing below key {optimizer_key!r}; its top-level keys are "
-            f"{_top_level(catalog)}"
+    state = load.finish()
+    if on_report is not None:
+        on_report(load.report)
+    return state
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """One load: what was decided when the metadata had been read."""
+
+    params: Mapping[str, torch.Tensor]
+    optimizer_key: str
+    options: OptimizerOptions
+    planner: LoadPlanner | None
+    report: OptimizerReport = field(default_factory=OptimizerReport)
+    _names: dict[str, str] = field(default_factory=dict)
+    """Name in the model by name in the checkpoint."""
+    _state: dict[str, Any] = field(default_factory=dict)
+    _paths: dict[str, KeyPath] = field(default_factory=dict)
+    _groups: KeyPath | None = None
+    _with_state: list[str] = field(default_factory=list)
+
+    def plan(self, metadata: Metadata) -> tuple[dict[str, Any], LoadPlanner]:
+        """Decide what to load, and make memory for it."""
+        catalog = catalog_of(metadata)
+        stored = find_stored_optimizer(catalog, self.optimizer_key)
+        self._with_state = list(dict.fromkeys(key.param for key in stored.state))
+        in_groups = [key.group for key in stored.groups if isinstance(key.group, str)]
+        self._match([*self._with_state, *in_groups])
+        for key in stored.state:
+            name = self._names.get(key.param)
+            if name is not None:
+                tensor = catalog.tensors.get(key.key)
+                # The planner replaces a value that is no tensor; until then it is a placeholder.
+                memory = None
+                if tensor is not None:
+                    param = self.params[name]
+                    memory = make_memory(
+                        key.path, tensor, param, name=name, group={}, options=self.options
+                    )
+                self._want(catalog, key.key, memory, param=(key.param, name))
+        for group in stored.groups:
+            tensor = catalog.tensors.get(group.key)
+            memory = torch.empty(tensor.shape, dtype=tensor.dtype) if tensor is not None else None
+            if not isinstance(group.group, str):
+                self._want(catalog, group.key, memory, param=None)
+            elif group.group in self._names:
+                renamed = (group.group, self._names[group.group])
+                self._want(catalog, group.key, memory, param=renamed)
+        self._groups = groups_path(catalog, self.optimizer_key, stored)
+        casts = self.options.state_dtype != "stored" or self.options.make_state is not None
+        default = PlanOptions(dtype_policy="cast" if casts else "exact")
+        return self._state, self.planner or ReshardLoadPlanner(options=default)
+
+    def finish(self) -> dict[str, Any]:
+        """What was loaded, nested as it was saved, with the model's names."""
+        root: dict[str, Any] = {}
+        for key, path in self._paths.items():
+            set_element(root, path, self._state[key])
+        if self._groups is not None:
+            groups: Any = root
+            for part in self._groups:
+                groups = groups[part]
+            # Only now it is known which parameters there were that have no state.
+            listed = [name for group in groups for name in group.get("params", ())]
+            self._match(dict.fromkeys([*self._with_state, *map(str, listed)]))
+            for group in groups:
+                names = group.get("params", ())
+                if all(isinstance(name, str) for name in names):
+                    group["params"] = [self._names[n] for n in names if n in self._names]
+        return root
+
+    def _want(
+        self, catalog: Catalog, key: str, memory: Any, *, param: tuple[str, str] | None
+    ) -> None:
+        path = catalog.key_path(key)
+        if param is not None:
+            path = rename_param(path, self.optimizer_key, *param)
+        self._state[key], self._paths[key] = memory, path
+
+    def _match(self, stored: Collection[str]) -> None:
+        names = list(self.params)
+        found = match_names([(name,) for name in names], stored, rename=self.options.rename)
+        pairs = [(s, name) for s, name in zip(found.stored, names, strict=True) if s is not None]
+        self._names = dict(pairs)
+        restored = tuple(name for s, name in pairs if s in set(self._with_state))
+        if stored and not (restored if self._with_state else pairs):
+            raise OptimizerStateError(
+                "nothing to restore: no parameter of the model has state in the checkpoint; "
+                + describe_nearest(names, self._with_state or stored)
+            )
+        if len(pairs) != len(self._names):
+            twice = [name for s, name in pairs if self._names[s] != name]
+            raise OptimizerStateError(
+                f"`rename` gives {shorten(twice)} names in the checkpoint that other parameters "
+                f"have as well; state can be loaded twice only by `load_optimizer`"
+            )
+        if found.unused and self.options.on_extra == "error":
+            raise OptimizerStateError(
+                f"{len(found.unused)} parameters of the checkpoint are not in the model: "
+                f"{shorten(found.unused)}",
+                fqn=found.unused[0],
+            )
+        self.report = OptimizerReport(
+            restored=restored,
+            without_state=tuple(name for s, name in pairs if s not in set(self._with_state)),
+            new=tuple(n for s, n in zip(found.stored, names, strict=True) if s is None),
+            extra=found.unused,
+            renamed=tuple((name, s) for s, name in pairs if s != name),
         )
-    load_state_dict(
-        state,
-        storage_reader=storage_reader,
-        planner=planner or ReshardLoadPlanner(),
-        process_group=getattr(storage_reader, "process_group", None),
-        no_dist=not (dist.is_available() and dist.is_initialized()),
-    )
-    nested: dict[str, Any] = {}
-    for fqn, value in state.items():
-        set_element(nested, catalog.key_path(fqn), value)
-    return nested
-
-
-def _below(path: KeyPath, prefix: KeyPath) -> KeyPath | None:
-    """The rest of a key path below the optimizer's key, which may itself be one part with dots."""
-    parts = [part for part in ".".join(map(str, path)).split(".") if part]
-    if tuple(parts[: len(prefix)]) != prefix or len(parts) == len(prefix):
-        return None
-    return tuple(parts[len(prefix) :])
-
-
-def _find_param(path: KeyPath, params: Mapping[str, Any]) -> torch.Tensor | None:
-    """The parameter that a state value belongs to: the longest name that the path goes through."""
-    if path[0] != _STATE:
-        return None
-    parts = list(map(str, path[1:]))
-    for end in range(len(parts) - 1, 0, -1):
-        param = params.get(".".join(parts[:end]))
-        if isinstance(param, torch.Tensor):
-            return param
-    return None
-
-
-def _make_destination(stored: StoredTensor, param: torch.Tensor | None) -> torch.Tensor:
-    # `step` of one element is kept on the CPU, where torch's optimizers keep it; those that want it
-    # elsewhere (`capturable`, `fused`) move it when the state dict is loaded.
-    if param is None or not stored.shape or tuple(param.size()) != stored.shape:
-        return torch.empty(stored.shape, dtype=stored.dtype)
-    if isinstance(param, DTensor):
-        return empty_dtensor_like(param, dtype=stored.dtype)
-    if isinstance(param, ShardedTensor):
-        return empty_sharded_tensor_like(param, dtype=stored.dtype)
-    return torch.empty_like(param, dtype=stored.dtype, requires_grad=False)
-
-
-def _top_level(catalog: Catalog) -> list[str]:
-    return sorted({str(catalog.key_path(fqn)[0]) for fqn in catalog.keys})[:20]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["LoadReport", "ReadStats"]
+__all__ = ["HyperParameter", "LoadReport", "OptimizerReport", "ReadStats"]
 
 _SHOWN = 5
 
@@ -44,6 +44,70 @@ class ReadStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HyperParameter:
+    """One hyper-parameter of one parameter group that is not what it was, or not what was saved."""
+
+    group: int
+    """Number of the group in the optimizer."""
+
+    name: str
+    """Name of the hyper-parameter."""
+
+    what: str
+    """``"restored"``: has the saved value, not the one it had; ``"added"``: only the checkpoint has
+    it; ``"kept"``: not the saved value, by option or because none was saved; ``"moved"``: not the
+    value that parameters of the group were trained with, because `groups` says so."""
+
+    value: str
+    """What it is now, as text."""
+
+    instead_of: str
+    """What it is not any more, or what was saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerReport:
+    """What a load did with each parameter of an optimizer. Names are those of the model."""
+
+    restored: tuple[str, ...] = ()
+    """Parameters whose state is as it was saved."""
+
+    without_state: tuple[str, ...] = ()
+    """Parameters that had no state when they were saved: none is restored."""
+
+    new: tuple[str, ...] = ()
+    """Parameters that the checkpoint does not know, and that kept what they had."""
+
+    extra: tuple[str, ...] = ()
+    """Parameters that only the checkpoint has, by their names there."""
+
+    frozen: tuple[str, ...] = ()
+    """Parameters with saved state that are frozen now: among `restored`, or left out by option."""
+
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Name in the model and in the checkpoint, where they differ."""
+
+    hyper_parameters: tuple[HyperParameter, ...] = ()
+    """What the groups got that they did not have, and what they did not get."""
+
+    def rows(self) -> list[tuple[str, list[str]]]:
+        """What is out of the ordinary, by label."""
+        hyper = [
+            f"group {h.group} `{h.name}` {h.what}: {h.value}, not {h.instead_of}"
+            for h in self.hyper_parameters
+        ]
+        return [
+            ("state restored", list(self.restored)),
+            ("without state", list(self.without_state)),
+            ("new parameters", list(self.new)),
+            ("extra parameters", list(self.extra)),
+            ("frozen", list(self.frozen)),
+            ("renamed", [f"{name} (was {stored})" for name, stored in self.renamed]),
+            ("hyper-parameters", hyper),
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
     """What one load did on one rank.
 
@@ -74,6 +138,9 @@ class LoadReport:
     requests: int
     """Requests made to the storage."""
 
+    retries: int
+    """Calls to the storage that were made again after an error."""
+
     chunks_read: int
     """Stored chunks of which at least part was read."""
 
@@ -98,6 +165,9 @@ class LoadReport:
     seconds: Mapping[str, float]
     """Seconds by phase, ``"total"`` among them."""
 
+    optimizer: OptimizerReport | None = None
+    """What became of each parameter, if the state of an optimizer was loaded by name."""
+
     @property
     def read_amplification(self) -> float:
         """Bytes read over bytes wanted; 0 if nothing was wanted."""
@@ -105,12 +175,7 @@ class LoadReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain numbers, strings, lists and dicts."""
-        plain = asdict(self)
-        plain["casts"] = [list(cast) for cast in self.casts]
-        for name in ("chunks_read_whole", "missing", "unexpected"):
-            plain[name] = list(plain[name])
-        plain["read_amplification"] = self.read_amplification
-        return plain
+        return {**_plain(asdict(self)), "read_amplification": self.read_amplification}
 
     def __str__(self) -> str:
         """A table of two columns."""
@@ -130,21 +195,27 @@ class LoadReport:
             ),
             ("seconds", ", ".join(f"{name} {s:.3f}" for name, s in self.seconds.items())),
         ]
+        if self.retries:
+            rows.append(("retried", f"{self.retries} calls to the storage, after errors"))
         casts = [f"{fqn} ({stored} to {wanted})" for fqn, stored, wanted in self.casts]
         for label, names in (
             ("cast", casts),
             ("missing", self.missing),
             ("unexpected", self.unexpected),
             ("read whole", self.chunks_read_whole),
+            *(self.optimizer.rows() if self.optimizer is not None else ()),
         ):
             if names:
-    retries: int
-    """Calls to the storage that were made again after an error."""
-
                 more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
                 rows.append((label, f"{len(names)}: {', '.join(names[:_SHOWN])}{more}"))
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _bytes(count: int) -> str:
@@ -154,5 +225,3 @@ def _bytes(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
-        if self.retries:
-            rows.append(("retried", f"{self.retries} calls to the storage, after errors"))

@@ -1,0 +1,244 @@
+"""Which hyper-parameters does each parameter group of the optimizer get?
+
+Groups have no names, and their order means nothing, so a saved group is found by the parameters in
+it. Where that gives no single answer (groups that were split or merged), nothing is guessed: one
+group's learning rate must not become another's. The caller then says which is which.
+
+Reads and changes nothing: `plan_groups` says what would be set, and what there is to report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcp_reshard.errors import OptimizerStateError
+from dcp_reshard.report import HyperParameter
+from dcp_reshard.saved_groups import NOT_HYPER_PARAMETERS, SavedGroup, SavedGroups
+
+__all__ = ["GroupPlan", "LiveGroup", "plan_groups", "same_value"]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveGroup:
+    """A parameter group of the optimizer."""
+
+    params: tuple[str | None, ...]
+    """Names of its parameters in the checkpoint, None for those that it does not have."""
+
+    values: Mapping[str, Any]
+    """The group as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """What is to be set in a parameter group."""
+
+    values: Mapping[str, Any]
+    """Hyper-parameters to set."""
+
+    changes: tuple[HyperParameter, ...]
+    """What there is to report."""
+
+
+def plan_groups(
+    live: Sequence[LiveGroup],
+    saved: SavedGroups,
+    *,
+    mapping: Mapping[int, int | str | None],
+    keep: Collection[str],
+) -> list[GroupPlan]:
+    """Find the hyper-parameters of each group.
+
+    Args:
+        live: Groups of the optimizer.
+        saved: Groups of the checkpoint.
+        mapping: Saved group (by number, or by a parameter of it) of a group of the optimizer; None
+            if it keeps its own.
+        keep: Names of hyper-parameters that are not to be changed.
+
+    Raises:
+        OptimizerStateError: The parameters of a group come from several saved groups, or those of
+            a saved group are in several groups now, and `mapping` does not say what to do.
+    """
+    unknown = sorted(set(mapping) - set(range(len(live))))
+    if unknown:
+        raise OptimizerStateError(
+            f"the mapping of parameter groups names groups {unknown!r}, but the optimizer has "
+            f"{len(live)} groups"
+        )
+    where = saved.index()
+    sources = [_sources(group, where) for group in live]
+    chosen: list[int | None] = []
+    for number, group in enumerate(live):
+        if number in mapping:
+            chosen.append(_look_up(mapping[number], number, saved, where))
+        elif saved.flattened:
+            chosen.append(_agreeing(number, sources[number], saved))
+        else:
+            chosen.append(_only(number, sources, saved, mapping))
+            if chosen[-1] is None and not group.params:
+                chosen[-1] = _empty_twin(number, len(live), saved)
+    values = [group.values for group in saved.groups]
+    return [
+        _plan_group(
+            number,
+            group,
+            values[choice] if choice is not None else None,
+            [values[source] for source in own],
+            keep,
+        )
+        for number, (group, own, choice) in enumerate(zip(live, sources, chosen, strict=True))
+    ]
+
+
+def same_value(one: object, other: object) -> bool:
+    """Whether two hyper-parameters are equal; a tensor equals a number of its value."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        try:
+            return bool((torch.as_tensor(one).cpu() == torch.as_tensor(other).cpu()).all())
+        except (TypeError, ValueError, RuntimeError):
+            return False
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(same_value, one, other))
+    alike = type(one) is type(other) or _both_numbers(one, other)
+    return alike and bool(one == other)
+
+
+def _both_numbers(one: object, other: object) -> bool:
+    return all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (one, other))
+
+
+def _sources(group: LiveGroup, where: Mapping[str, int]) -> list[int]:
+    """Saved groups that the parameters of a group were in, each once."""
+    return list(dict.fromkeys(where[n] for n in group.params if n is not None and n in where))
+
+
+def _look_up(
+    wanted: int | str | None, number: int, saved: SavedGroups, where: Mapping[str, int]
+) -> int | None:
+    if wanted is None:
+        return None
+    if isinstance(wanted, str):
+        if wanted not in where:
+            raise OptimizerStateError(
+                f"parameter group {number} is mapped to the saved group of `{wanted}`, which is in "
+                f"no group of the checkpoint"
+            )
+        return where[wanted]
+    if saved.flattened:
+        raise OptimizerStateError(
+            f"parameter group {number} is mapped to saved group {wanted}, but this checkpoint "
+            f"stores hyper-parameters by parameter; name a parameter that had the wanted ones"
+        )
+    if not 0 <= wanted < len(saved.groups):
+        raise OptimizerStateError(
+            f"parameter group {number} is mapped to saved group {wanted}, but the checkpoint has "
+            f"{len(saved.groups)} groups"
+        )
+    return wanted
+
+
+def _agreeing(number: int, sources: Sequence[int], saved: SavedGroups) -> int | None:
+    """In the flattened form: any of the parameters, if all had the same hyper-parameters."""
+    for other in sources[1:]:
+        first, second = saved.groups[sources[0]], saved.groups[other]
+        if differing := _differing(first, second):
+            raise OptimizerStateError(
+                f"parameters `{first.params[0]}` and `{second.params[0]}` of parameter group "
+                f"{number} were saved with other hyper-parameters ({differing}); give the "
+                f"optimizer the groups that it had, or say with `groups` which ones are meant"
+            )
+    return sources[0] if sources else None
+
+
+def _only(
+    number: int,
+    sources: Sequence[Sequence[int]],
+    saved: SavedGroups,
+    mapping: Mapping[int, int | str | None],
+) -> int | None:
+    """In the nested form: the saved group that these parameters, and no others, were in."""
+    own = sources[number]
+    if len(own) > 1:
+        first, second = saved.groups[own[0]], saved.groups[own[1]]
+        raise OptimizerStateError(
+            f"the parameters of parameter group {number} were saved in several groups, {own!r} "
+            f"({_differing(first, second) or 'with equal hyper-parameters'}); give the optimizer "
+            f"the {len(saved.groups)} groups that it had, or say with `groups` which ones are meant"
+        )
+    for other, theirs in enumerate(sources[:number]):
+        if own and other not in mapping and own[0] in theirs:
+            raise OptimizerStateError(
+                f"parameter groups {other} and {number} were one group, {own[0]}, when they were "
+                f"saved; give the optimizer the {len(saved.groups)} groups that it had, or say "
+                f"with `groups` that both get its hyper-parameters"
+            )
+    return own[0] if own else None
+
+
+def _empty_twin(number: int, num_live: int, saved: SavedGroups) -> int | None:
+    """A group without parameters can only be known by its position."""
+    if num_live == len(saved.groups) and not saved.groups[number].params:
+        return number
+    return None
+
+
+def _differing(one: SavedGroup, other: SavedGroup) -> str:
+    names = sorted(one.values.keys() | other.values.keys())
+    return ", ".join(
+        f"`{name}` {_show(one.values, name)} and {_show(other.values, name)}"
+        for name in names
+        if not _same(one.values, other.values, name)
+    )
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
+    return name in one and name in other and same_value(one[name], other[name])
+
+
+def _show(values: Mapping[str, Any], name: str) -> str:
+    return repr(values[name]) if name in values else "(none)"
+
+
+def _plan_group(
+    number: int,
+    group: LiveGroup,
+    wanted: Mapping[str, Any] | None,
+    sources: Sequence[Mapping[str, Any]],
+    keep: Collection[str],
+) -> GroupPlan:
+    """The values of a group that is to have `wanted`, and whose parameters had `sources`."""
+    own = {name: v for name, v in group.values.items() if name not in NOT_HYPER_PARAMETERS}
+    new = {n: value for n, value in (wanted or {}).items() if n not in keep or n not in own}
+    final = own | new
+    changes: list[HyperParameter] = []
+
+    def note(what: str, name: str, instead_of: Mapping[str, Any]) -> None:
+        changes.append(
+            HyperParameter(
+                group=number,
+                name=name,
+                what=what,
+                value=_show(final, name),
+                instead_of=_show(instead_of, name),
+            )
+        )
+
+    for name in new:
+        if name not in own:
+            note("added", name, own)
+        elif not same_value(own[name], new[name]):
+            note("restored", name, own)
+    if wanted is not None:
+        for name in own:
+            if not _same(final, wanted, name):
+                note("kept", name, wanted)
+    for values in sources:
+        for name in values if values is not wanted else ():
+            if not _same(final, values, name):
+                note("moved", name, values)
+    return GroupPlan(new, tuple(dict.fromkeys(changes)))

@@ -1,0 +1,149 @@
+"""Which parameter of the checkpoint is which parameter of the model?
+
+Names differ by the wrappers that were around the model when it was saved, and are now
+(`DistributedDataParallel`, `torch.compile`, activation checkpointing, FSDP1). Names are matched
+
+1. by what the caller's `rename` says,
+2. exactly,
+3. with the wrappers' parts taken out of both, if that leaves one name on each side.
+
+An exact name goes first, because a model may well have a submodule that is called ``module``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dcp_reshard.errors import OptimizerStateError
+from dcp_reshard.plan import Rename
+
+__all__ = ["NameMatch", "canonical_name", "describe_nearest", "match_names", "shorten"]
+
+_WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class NameMatch:
+    """Names of the model and of the checkpoint, brought together."""
+
+    stored: tuple[str | None, ...]
+    """For each parameter of the model its name in the checkpoint, or None."""
+
+    unused: tuple[str, ...]
+    """Names of the checkpoint that no parameter of the model has."""
+
+
+def canonical_name(name: str) -> str:
+    """The name without the parts that wrappers add.
+
+    Example:
+        >>> canonical_name("module._orig_mod.layers.0._checkpoint_wrapped_module.w")
+        'layers.0.w'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def match_names(
+    wanted: Sequence[tuple[str, ...]], stored: Collection[str], *, rename: Rename | None = None
+) -> NameMatch:
+    """Find the name in the checkpoint of each parameter.
+
+    Args:
+        wanted: For each parameter of the model its names, several if it is tied; the first that is
+            in the checkpoint counts.
+        stored: Names in the checkpoint.
+        rename: Gives the name in the checkpoint for a name of the model, with or without wrappers.
+
+    Raises:
+        OptimizerStateError: Without the wrappers, two names of one side are the same; or a name
+            that `rename` gives is not in the checkpoint.
+
+    Example:
+        >>> match_names([("module.w",), ("new",)], ["w", "old"])
+        NameMatch(stored=('w', None), unused=('old',))
+    """
+    known = dict.fromkeys(stored)
+    found: list[str | None] = [_find_renamed(names, known, rename) for names in wanted]
+    found = [
+        name or next((own for own in names if own in known), None)
+        for name, names in zip(found, wanted, strict=True)
+    ]
+    taken = set(found)
+    canonical: dict[str, list[str]] = {}
+    for name in known:
+        if name not in taken:
+            canonical.setdefault(canonical_name(name), []).append(name)
+    users: dict[str, str] = {}
+    for i, names in enumerate(wanted):
+        if found[i] is not None:
+            continue
+        short = next((c for c in map(canonical_name, names) if c in canonical), None)
+        if short is None:
+            continue
+        if len(canonical[short]) > 1 or short in users:
+            _raise_ambiguous(short, canonical[short], [users.get(short, names[0]), names[0]])
+        users[short] = names[0]
+        found[i] = canonical[short][0]
+    taken = set(found)
+    return NameMatch(tuple(found), tuple(name for name in known if name not in taken))
+
+
+def _find_renamed(
+    names: tuple[str, ...], known: Mapping[str, None], rename: Rename | None
+) -> str | None:
+    if rename is None:
+        return None
+    for name in dict.fromkeys([*names, *map(canonical_name, names)]):
+        new = rename(name) if callable(rename) else rename.get(name, name)
+        if new == name:
+            continue
+        if new not in known:
+            raise OptimizerStateError(
+                f"parameter `{name}`: `rename` says that it is `{new}` in the checkpoint, where "
+                f"there is no such parameter{_nearest(new, known)}",
+                fqn=name,
+            )
+        return new
+    return None
+
+
+def _raise_ambiguous(short: str, stored: Iterable[str], wanted: Iterable[str]) -> None:
+    raise OptimizerStateError(
+        f"parameter `{short}`: without the parts that wrappers add, that is the name of "
+        f"{shorten(stored)} in the checkpoint and of {shorten(dict.fromkeys(wanted))} in the "
+        f"model; say which is which with `rename`",
+        fqn=short,
+    )
+
+
+def describe_nearest(wanted: Collection[str], stored: Collection[str]) -> str:
+    """The first names of both sides, each with the nearest of the other side, for an error."""
+    sides = []
+    for title, names, others in (
+        ("in the model", wanted, stored),
+        ("in the checkpoint", stored, wanted),
+    ):
+        first = [f"`{name}`{_nearest(name, others)}" for name in list(names)[:3]]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        sides.append(f"{title}: {', '.join(first)}{more}" if first else f"{title}: none")
+    return "; ".join(sides)
+
+
+def _nearest(name: str, others: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(others), n=3, cutoff=0.5)
+    return f" (nearest: {shorten(near)})" if near else ""
+
+
+def shorten(names: Iterable[str]) -> str:
+    """The first names of many, in backticks.
+
+    Example:
+        >>> shorten(["a", "b"])
+        '`a`, `b`'
+    """
+    names = list(names)
+    shown = ", ".join(f"`{name}`" for name in names[:_SHOWN])
+    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
