@@ -26,6 +26,7 @@ Read = Callable[[int, int], bytes]
 
 _MAX_RECORDS = 16
 _MAX_DIRECTORY_BYTES = 64 * 1024
+_MAX_ENTRY_BYTES = 512
 _END = struct.Struct("<4s4H2LH")
 _LOCATOR = struct.Struct("<4sLQL")
 _END64 = struct.Struct("<4sQ2H2L4Q")
@@ -55,8 +56,13 @@ class Record:
     """First byte of the recorded checksum, counted from the start of the item."""
 
 
-def read_directory(length: int, read: Read) -> list[Record]:
+def read_directory(length: int, read: Read, *, max_records: int = _MAX_RECORDS) -> list[Record]:
     """All records of a container, checked against their local headers.
+
+    Args:
+        length: Bytes of the container.
+        read: Gives bytes of it.
+        max_records: A container with more is refused.
 
     Raises:
         CheckpointFormatError: The container is not what `torch.save` writes.
@@ -66,7 +72,7 @@ def read_directory(length: int, read: Read) -> list[Record]:
             "not a zip container as torch.save writes since version 1.6; the legacy format and tar "
             "files are not supported"
         )
-    count, start, size = _read_end(length, read)
+    count, start, size = _read_end(length, read, max_records)
     directory = read(start, start + size)
     records: list[Record] = []
     position = 0
@@ -87,7 +93,7 @@ def read_directory(length: int, read: Read) -> list[Record]:
     return records
 
 
-def _read_end(length: int, read: Read) -> tuple[int, int, int]:
+def _read_end(length: int, read: Read, max_records: int) -> tuple[int, int, int]:
     """Number of records, and start and size of the directory."""
     end_start = length - _END.size
     magic, disk, disk0, here, count, size, start, comment = _END.unpack(read(end_start, length))
@@ -109,9 +115,9 @@ def _read_end(length: int, read: Read) -> tuple[int, int, int]:
             if magic != b"PK\x06\x06" or short not in (long, huge):
                 raise CheckpointFormatError("the container's two end records disagree")
         count, size, start, end = count64, size64, start64, end64
-    if disk or disk0 or here != count or not 0 < count <= _MAX_RECORDS or start + size != end:
+    if disk or disk0 or here != count or not 0 < count <= max_records or start + size != end:
         raise CheckpointFormatError("the container's directory is not where its end record says")
-    if size > _MAX_DIRECTORY_BYTES:
+    if size > _MAX_DIRECTORY_BYTES + count * _MAX_ENTRY_BYTES:
         raise CheckpointFormatError(f"the container's directory has {size} bytes")
     return count, start, size
 

@@ -12,16 +12,25 @@ Does no I/O of its own: bytes come from the `read` function it is given.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from dcp_reshard.container import Read, Record, read_directory, read_record
-from dcp_reshard.errors import CheckpointFormatError
+from dcp_reshard.errors import CheckpointFormatError, UnsafeCheckpointError
+from dcp_reshard.pickle_data import Call, Global, Persistent, interpret_pickle
 from dcp_reshard.ranges import may_overlap
 
-__all__ = ["PROBE_BYTES", "Payload", "find_payload", "probe_payload"]
+__all__ = [
+    "PROBE_BYTES",
+    "Payload",
+    "find_dtype",
+    "find_payload",
+    "find_tensor",
+    "probe_payload",
+    "read_pickle",
+]
 
 PROBE_BYTES = 2048
 """Bytes at the start and at the end of an item that are enough to probe it, in practice."""
@@ -76,10 +85,27 @@ def probe_payload(length: int, read: Read) -> Payload | None:
 def find_payload(directory: Iterable[Record], read: Read) -> Payload | None:
     """As `probe_payload`, once the records are known."""
     records = {record.name: record for record in directory}
+    pickle = read_pickle(records, read, max_bytes=_MAX_PICKLE_BYTES)
+    if pickle is None:
+        return None
+    try:
+        value = interpret_pickle(pickle)
+    except UnsafeCheckpointError:
+        return None
+    return find_tensor(value, records)
+
+
+def read_pickle(records: Mapping[str, Record], read: Read, *, max_bytes: int) -> bytes | None:
+    """Contents of ``data.pkl``; None if it is longer than `max_bytes`.
+
+    Raises:
+        CheckpointFormatError: There is none, or it was written with another byte order.
+        CorruptRecordError: It does not have its recorded checksum.
+    """
     pickle_record = records.get("data.pkl")
     if pickle_record is None:
         raise CheckpointFormatError("the container has no record `data.pkl`")
-    if pickle_record.length > _MAX_PICKLE_BYTES:
+    if pickle_record.length > max_bytes:
         return None
     byteorder = records.get("byteorder")
     if byteorder is not None:
@@ -88,7 +114,20 @@ def find_payload(directory: Iterable[Record], read: Read) -> Payload | None:
             raise CheckpointFormatError(
                 f"byte order {order!r:.40} is not supported, only b'little'"
             )
-    described = _describe_tensor(read_record(pickle_record, read))
+    return read_record(pickle_record, read)
+
+
+def find_tensor(value: object, records: Mapping[str, Record]) -> Payload | None:
+    """The elements of a tensor that a pickle describes; None if it is not one dense tensor.
+
+    Args:
+        value: What the pickle says (`interpret_pickle`).
+        records: Records of the container, by name.
+
+    Raises:
+        CheckpointFormatError: The tensor is not inside its record.
+    """
+    described = _describe_tensor(value)
     if described is None:
         return None
     key, dtype, storage_bytes, offset, shape, strides = described
@@ -104,8 +143,7 @@ def find_payload(directory: Iterable[Record], read: Read) -> Payload | None:
     if 0 not in shape and last * dtype.itemsize > record.length:
         raise CheckpointFormatError(
             f"a tensor of shape {shape!r}, strides {strides!r} and offset {offset} does not fit "
-            f"into "
-            f"the {record.length} bytes of its storage"
+            f"into the {record.length} bytes of its storage"
         )
     if may_overlap(shape, strides):
         return None
@@ -116,16 +154,14 @@ def find_payload(directory: Iterable[Record], read: Read) -> Payload | None:
 _Described = tuple[str, torch.dtype, int, int, tuple[int, ...], tuple[int, ...]]
 
 
-def _describe_tensor(pickle: bytes) -> _Described | None:
-    """What the pickle says of a tensor; None if that is not one dense tensor."""
-    value = _interpret(pickle)
-    while isinstance(value, _Call) and value.function == "torch._utils _rebuild_parameter":
+def _describe_tensor(value: object) -> _Described | None:
+    while isinstance(value, Call) and value.function == "torch._utils _rebuild_parameter":
         value = value.args[0] if value.args else None
-    if not isinstance(value, _Call):
+    if not isinstance(value, Call):
         return None
     match value.function, value.args:
         case "torch._utils _rebuild_tensor_v2", (
-            _Persistent() as storage,
+            Persistent() as storage,
             offset,
             shape,
             strides,
@@ -135,18 +171,18 @@ def _describe_tensor(pickle: bytes) -> _Described | None:
             pass
         case (
             "torch._utils _rebuild_tensor_v3",
-            (_Persistent() as storage, offset, shape, strides, _, _, _Global() as dtype_global),
+            (Persistent() as storage, offset, shape, strides, _, _, Global() as dtype_global),
         ):
             pass
         case _:
             return None
     match storage.id:
-        case ("storage", _Global() as kind, str() as key, str(), int() as numel):
+        case ("storage", Global() as kind, str() as key, str(), int() as numel):
             pass
         case _:
             return None
     if value.function.endswith("v3"):
-        dtype, unit = _find_dtype(dtype_global.name), 1
+        dtype, unit = find_dtype(dtype_global.name), 1
         if kind.name != "torch.storage UntypedStorage":
             return None
     else:
@@ -185,98 +221,9 @@ _STORAGE_DTYPES = {
 }
 
 
-def _find_dtype(name: str) -> torch.dtype | None:
+def find_dtype(name: str) -> torch.dtype | None:
+    """The dtype that a global of a pickle names, or None if it names something else."""
     module, _, attribute = name.partition(" ")
     # Not `getattr`: torch imports some of its modules when they are asked for.
     dtype = vars(torch).get(attribute) if module == "torch" else None
     return dtype if isinstance(dtype, torch.dtype) else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Global:
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Persistent:
-    id: object
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    function: str
-    args: tuple[object, ...]
-
-
-_MARK = object()
-
-
-def _interpret(pickle: bytes) -> object:  # noqa: C901  one branch per opcode
-    """What a pickle says, as data: globals, calls and persistent ids stay names.
-
-    Returns:
-        The described value, or None if an opcode occurs that `torch.save` of a tensor does not
-        need.
-    """
-    stack: list[object] = []
-    memo: dict[int, object] = {}
-    i = 0
-    try:
-        while True:
-            op = pickle[i]
-            i += 1
-            if op == 0x71:  # BINPUT
-                memo[pickle[i]] = stack[-1]
-                i += 1
-            elif op == 0x4B:  # BININT1
-                stack.append(pickle[i])
-                i += 1
-            elif op == 0x4D:  # BININT2
-                stack.append(int.from_bytes(pickle[i : i + 2], "little"))
-                i += 2
-            elif op == 0x4A:  # BININT
-                stack.append(int.from_bytes(pickle[i : i + 4], "little", signed=True))
-                i += 4
-            elif op == 0x8A:  # LONG1
-                stack.append(
-                    int.from_bytes(pickle[i + 1 : i + 1 + pickle[i]], "little", signed=True)
-                )
-                i += 1 + pickle[i]
-            elif op == 0x68:  # BINGET
-                stack.append(memo[pickle[i]])
-                i += 1
-            elif op == 0x63:  # GLOBAL
-                end = pickle.index(b"\n", pickle.index(b"\n", i) + 1)
-                stack.append(_Global(pickle[i:end].decode().replace("\n", " ")))
-                i = end + 1
-            elif op == 0x28:  # MARK
-                stack.append(_MARK)
-            elif op == 0x58:  # BINUNICODE
-                end = i + 4 + int.from_bytes(pickle[i : i + 4], "little")
-                stack.append(pickle[i + 4 : end].decode())
-                i = end
-            elif op == 0x74:  # TUPLE
-                mark = len(stack) - 1 - stack[::-1].index(_MARK)
-                stack[mark:] = [tuple(stack[mark + 1 :])]
-            elif op in (0x85, 0x86, 0x87):  # TUPLE1, TUPLE2, TUPLE3
-                first = len(stack) - (op - 0x84)
-                stack[first:] = [tuple(stack[first:])]
-            elif op == 0x29:  # EMPTY_TUPLE
-                stack.append(())
-            elif op in (0x88, 0x89):  # NEWTRUE, NEWFALSE
-                stack.append(op == 0x88)
-            elif op == 0x51:  # BINPERSID
-                stack.append(_Persistent(stack.pop()))
-            elif op == 0x52:  # REDUCE
-                args, function = stack.pop(), stack.pop()
-                if not isinstance(args, tuple) or not isinstance(function, _Global):
-                    return None
-                stack.append(_Call(function.name, args))
-            elif op == 0x80:  # PROTO
-                i += 1
-            elif op == 0x2E:  # STOP
-                return stack.pop() if len(stack) == 1 and i == len(pickle) else None
-            else:
-                return None
-    except (IndexError, KeyError, ValueError) as error:
-        raise CheckpointFormatError(f"record `data.pkl` is cut or broken at byte {i}") from error

@@ -1,0 +1,297 @@
+"""What does a pickle of data say? Nothing is imported, nothing is called.
+
+A pickle is a program for a stack machine. `interpret_pickle` runs it on inert values: numbers,
+strings, lists, tuples and dicts become what they are; a class or function is its name (`Global`), a
+call is the name and its arguments (`Call`), a reference to something outside of the pickle is what
+identifies it (`Persistent`). What any of these mean is left to those who know (`payload`,
+`torch_files`).
+
+Only the opcodes that pickling data needs are known, of protocols 2 to 5.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from dcp_reshard.errors import CheckpointFormatError, UnsafeCheckpointError
+
+__all__ = ["Call", "Global", "Persistent", "check_extent", "interpret_pickle"]
+
+# Each opcode makes at most one object: this bounds memory, whatever the pickle's size.
+_MAX_OPCODES = 8_000_000
+_KEYS = (str, int, float, bytes, type(None))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Global:
+    """The name of a class or function, not looked up."""
+
+    name: str
+    """Module and name, separated by a space."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Persistent:
+    """A reference to something that is kept outside of the pickle."""
+
+    id: object
+    """What identifies it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call that was not made; what was to be done with its result is left out."""
+
+    function: str
+    """Name of the function or class, as in `Global`."""
+
+    args: tuple[object, ...]
+    """Its arguments."""
+
+
+def interpret_pickle(data: bytes) -> object:
+    """What a pickle says.
+
+    Raises:
+        UnsafeCheckpointError: It has an opcode, or uses one in a way, that data does not need.
+        CheckpointFormatError: It is cut, broken, or has bytes after its end.
+
+    Example:
+        >>> import pickle
+        >>> interpret_pickle(pickle.dumps({"a": [1, 2.5, (None, True)]}))
+        {'a': [1, 2.5, (None, True)]}
+        >>> interpret_pickle(pickle.dumps(print)).name
+        'builtins print'
+    """
+    machine = _Machine(data)
+    try:
+        for _ in range(_MAX_OPCODES):
+            op = data[machine.position]
+            if op == _STOP:
+                return machine.stop()
+            machine.position += 1
+            step = _STEPS.get(op)
+            if step is None:
+                raise machine.refuse(f"opcode {bytes([op])!r}")
+            step(machine)
+    except (IndexError, KeyError, ValueError, struct.error) as error:
+        if isinstance(error, CheckpointFormatError):
+            raise
+        raise CheckpointFormatError(
+            f"the pickle is cut or broken at byte {machine.position}"
+        ) from error
+    raise CheckpointFormatError(f"the pickle has more than {_MAX_OPCODES} opcodes")
+
+
+def check_extent(value: object, *, max_depth: int, max_values: int) -> None:
+    """Check how deep a value is nested, and how many values it has, before anyone walks over it.
+
+    Values that occur several times are counted as often: a pickle of a few bytes can hold the same
+    list ten times, in a list that another holds ten times, and so on; or a list that holds itself.
+
+    Args:
+        value: Lists, tuples, dicts, calls, and whatever they hold.
+        max_depth: Deepest nesting allowed.
+        max_values: Most values allowed.
+
+    Raises:
+        UnsafeCheckpointError: It has more.
+    """
+    counts: dict[int, int] = {}
+    open_values: set[int] = set()
+    stack: list[tuple[object, Sequence[object] | None]] = [(value, None)]
+    while stack:
+        current, done = stack.pop()
+        key = id(current)
+        if done is not None:
+            open_values.discard(key)
+            counts[key] = 1 + sum(counts.get(id(child), 1) for child in done)
+            if counts[key] > max_values:
+                raise UnsafeCheckpointError(f"more than {max_values} values")
+            continue
+        children = _children(current)
+        if not children or key in counts:
+            continue
+        if key in open_values or len(open_values) >= max_depth:
+            raise UnsafeCheckpointError(f"values nested deeper than {max_depth}")
+        open_values.add(key)
+        stack.append((current, children))
+        stack += [(child, None) for child in children]
+
+
+def _children(value: object) -> Sequence[object]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, Call):
+        return value.args
+    if isinstance(value, Persistent):
+        return (value.id,)
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+@dataclass(slots=True, eq=False)
+class _Machine:
+    """The stack machine. MARK puts the stack aside and starts a new one."""
+
+    data: bytes
+    position: int = 0
+    stack: list[object] = field(default_factory=list)
+    below: list[list[object]] = field(default_factory=list)
+    memo: dict[int, object] = field(default_factory=dict)
+
+    def take(self, count: int) -> bytes:
+        start, self.position = self.position, self.position + count
+        if self.position > len(self.data):
+            raise IndexError
+        return self.data[start : self.position]
+
+    def number(self, width: int) -> int:
+        return int.from_bytes(self.take(width), "little")
+
+    def mark(self) -> None:
+        self.below.append(self.stack)
+        self.stack = []
+
+    def above_mark(self) -> list[object]:
+        items, self.stack = self.stack, self.below.pop()
+        return items
+
+    def top(self, count: int) -> list[object]:
+        if count > len(self.stack):
+            raise IndexError
+        items = self.stack[-count:]
+        del self.stack[-count:]
+        return items
+
+    def check_protocol(self) -> None:
+        if self.take(1)[0] not in range(2, 6):
+            raise self.refuse("another protocol than 2 to 5")
+
+    def skip_frame(self) -> None:
+        self.take(8)
+
+    def stop(self) -> object:
+        if self.below or len(self.stack) != 1 or self.position + 1 != len(self.data):
+            raise CheckpointFormatError(f"the pickle does not end at byte {self.position + 1}")
+        return self.stack[0]
+
+    def refuse(self, what: str) -> UnsafeCheckpointError:
+        return UnsafeCheckpointError(f"{what} at byte {self.position} of a pickle is not data")
+
+
+def _global(machine: _Machine) -> None:
+    end = machine.data.index(b"\n", machine.data.index(b"\n", machine.position) + 1)
+    name = machine.take(end - machine.position).decode().replace("\n", " ")
+    machine.position += 1
+    machine.stack.append(Global(name))
+
+
+def _stack_global(machine: _Machine) -> None:
+    module, name = machine.top(2)
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise machine.refuse("a global without a name")
+    machine.stack.append(Global(f"{module} {name}"))
+
+
+def _call(machine: _Machine) -> None:
+    function, args = machine.top(2)
+    if not isinstance(function, Global) or not isinstance(args, tuple):
+        raise machine.refuse("a call of something else than a global")
+    # An OrderedDict is made empty, and filled as a dict is.
+    ordered = function.name == "collections OrderedDict" and not args
+    machine.stack.append({} if ordered else Call(function.name, args))
+
+
+def _build(machine: _Machine) -> None:
+    """Leave out attributes that are set: an OrderedDict of a module has its version in one."""
+    machine.stack.pop()
+    if not isinstance(machine.stack[-1], (dict, Call)):
+        raise machine.refuse("attributes of something else than an object")
+
+
+def _set_items(machine: _Machine, items: Sequence[object]) -> None:
+    target = machine.stack[-1]
+    if isinstance(target, Call):
+        return
+    if not isinstance(target, dict) or len(items) % 2:
+        raise machine.refuse("items of something else than a dict")
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        # Others would be hashed: a deeply nested tuple overflows the C stack.
+        if not isinstance(key, _KEYS):
+            raise machine.refuse(f"a dict with a key of type {type(key).__name__}")
+        target[key] = value
+
+
+def _append_items(machine: _Machine, items: Sequence[object]) -> None:
+    target = machine.stack[-1]
+    if isinstance(target, list):
+        target.extend(items)
+    elif not isinstance(target, Call):
+        raise machine.refuse("items of something else than a list")
+
+
+def _dict(machine: _Machine) -> None:
+    items = machine.above_mark()
+    machine.stack.append({})
+    _set_items(machine, items)
+
+
+def _memoize(machine: _Machine, index: int) -> None:
+    machine.memo[index] = machine.stack[-1]
+
+
+_Step = Callable[[_Machine], None]
+
+
+def _push(make: Callable[[_Machine], object]) -> _Step:
+    def step(machine: _Machine) -> None:
+        value = make(machine)
+        machine.stack.append(value)
+
+    return step
+
+
+_STOP = ord(".")
+_STEPS: dict[int, _Step] = {
+    ord("q"): lambda m: _memoize(m, m.number(1)),
+    ord("h"): _push(lambda m: m.memo[m.number(1)]),
+    ord("r"): lambda m: _memoize(m, m.number(4)),
+    ord("j"): _push(lambda m: m.memo[m.number(4)]),
+    0x94: lambda m: _memoize(m, len(m.memo)),
+    ord("("): _Machine.mark,
+    ord("K"): _push(lambda m: m.number(1)),
+    ord("M"): _push(lambda m: m.number(2)),
+    ord("J"): _push(lambda m: int.from_bytes(m.take(4), "little", signed=True)),
+    0x8A: _push(lambda m: int.from_bytes(m.take(m.number(1)), "little", signed=True)),
+    ord("G"): _push(lambda m: struct.unpack(">d", m.take(8))[0]),
+    ord("X"): _push(lambda m: m.take(m.number(4)).decode()),
+    0x8C: _push(lambda m: m.take(m.number(1)).decode()),
+    ord("B"): _push(lambda m: m.take(m.number(4))),
+    ord("C"): _push(lambda m: m.take(m.number(1))),
+    ord("N"): _push(lambda _: None),
+    0x88: _push(lambda _: True),
+    0x89: _push(lambda _: False),
+    ord(")"): _push(lambda _: ()),
+    0x85: _push(lambda m: tuple(m.top(1))),
+    0x86: _push(lambda m: tuple(m.top(2))),
+    0x87: _push(lambda m: tuple(m.top(3))),
+    ord("t"): _push(lambda m: tuple(m.above_mark())),
+    ord("]"): _push(lambda _: []),
+    ord("l"): _push(_Machine.above_mark),
+    ord("a"): lambda m: _append_items(m, m.top(1)),
+    ord("e"): lambda m: _append_items(m, m.above_mark()),
+    ord("}"): _push(lambda _: {}),
+    ord("d"): _dict,
+    ord("s"): lambda m: _set_items(m, m.top(2)),
+    ord("u"): lambda m: _set_items(m, m.above_mark()),
+    ord("c"): _global,
+    0x93: _stack_global,
+    ord("R"): _call,
+    0x81: _call,
+    ord("b"): _build,
+    ord("Q"): _push(lambda m: Persistent(m.stack.pop())),
+    0x80: _Machine.check_protocol,
+    0x95: _Machine.skip_frame,
+}
