@@ -83,6 +83,9 @@ class CooperativeRead:
     chunks_read_whole: list[str] = field(default_factory=list)
     """Keys of chunks of unknown form that this rank has read."""
 
+    bytes_direct: int = 0
+    """Bytes read straight into their destination: none."""
+
     bytes_sent: int = 0
     """Bytes sent to other ranks."""
 

@@ -38,9 +38,11 @@ from torch.futures import Future
 
 from dcp_reshard.catalog import Catalog, CatalogSource
 from dcp_reshard.collectives import all_ranks_succeeded, compute_once
+from dcp_reshard.cooperative import CooperativeRead
 from dcp_reshard.direct import DirectRead, WantedPart
 from dcp_reshard.errors import InconsistentRanksError, PeerFailedError, PlanError
 from dcp_reshard.garbage import paused_gc
+from dcp_reshard.lockstep import Lockstep
 from dcp_reshard.metadata import DcpCheckpoint
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.portable import portable, to_portable
@@ -100,8 +102,9 @@ class ReshardStorageReader(StorageReader):
             ValueError: `mode` is not one of these.
         """
         super().__init__()
-        if mode not in ("auto", "direct"):
-            raise ValueError(f"`mode` must be 'auto' or 'direct', got {mode!r}")
+        if mode not in ("auto", "direct", "cooperative"):
+            raise ValueError(f"`mode` must be 'auto', 'direct' or 'cooperative', got {mode!r}")
+        self.mode = mode
         self.options = options or ReaderOptions()
         self.process_group = process_group
         self.on_progress = on_progress
@@ -226,12 +229,21 @@ class ReshardStorageReader(StorageReader):
         """
         assert self._source is not None
         self.waiting_for = "read their parts"
-        exchange = self._exchanges(plan)
+        together = self._is_together(plan)
+        exchange = together and (self.mode == "cooperative" or self.options.verify != "off")
         started = time.perf_counter()
-        with self._agreement(exchange=exchange):
-            parts, objects = self._resolve(self._planned_items(plan), planner)
-            resolved = time.perf_counter()
-            read = self._read(parts, objects)
+        read: DirectRead | CooperativeRead
+        if together and self.mode == "cooperative":
+            lockstep = Lockstep(self.process_group, self._wait_for)
+            with lockstep.phase("resolving its plan"):
+                parts, objects = self._resolve(self._planned_items(plan), planner)
+                resolved = time.perf_counter()
+            read = self._read_cooperatively(parts, objects, lockstep)
+        else:
+            with self._agreement(exchange=exchange):
+                parts, objects = self._resolve(self._planned_items(plan), planner)
+                resolved = time.perf_counter()
+                read = self._read(parts, objects)
         finished = time.perf_counter()
         self.waiting_for = "send checksums of what they have read"
         verdict = check_records(
@@ -264,15 +276,15 @@ class ReshardStorageReader(StorageReader):
         future.set_result(None)
         return future
 
-    def _exchanges(self, plan: LoadPlan) -> bool:
+    def _is_together(self, plan: LoadPlan) -> bool:
         """Whether the ranks of this load can make collective calls of their own."""
         num_ranks = plan.storage_data.num_ranks if isinstance(plan.storage_data, _PlanDigest) else 1
         if num_ranks == 1:
             return False
         size = dist.get_world_size(self.process_group)
         if size == num_ranks:
-            return self.options.verify != "off"
-        if self.process_group is not None:
+            return True
+        if self.process_group is not None or self.mode == "cooperative":
             its = f"has {size}" if size > 0 else "does not have this one"
             raise PlanError(
                 f"{num_ranks} ranks take part in the load, but the reader's process group {its}"
@@ -313,6 +325,31 @@ class ReshardStorageReader(StorageReader):
             # file has changed explains most other errors, so it may take their place.
             self._source.close()
         return read
+
+    def _read_cooperatively(
+        self,
+        parts: Sequence[tuple[ReadItem, WantedPart]],
+        objects: Sequence[ReadItem],
+        lockstep: Lockstep,
+    ) -> CooperativeRead:
+        assert self._source is not None
+        read = CooperativeRead(
+            self._source, self._catalog, self.options, lockstep, self.on_progress
+        )
+        try:
+            read.run(
+                [part for _, part in parts],
+                [self._catalog.objects[item.storage_index.fqn] for item in objects],
+            )
+        except BaseException:
+            self._source.close()
+            raise
+        with lockstep.phase("closing its files"):
+            self._source.close()
+        return read
+
+    def _wait_for(self, what: str) -> None:
+        self.waiting_for = what
 
     def _planned_items(self, plan: LoadPlan) -> Sequence[ReadItem]:
         digest = plan.storage_data
