@@ -82,8 +82,13 @@ def collect_layout(state_dict: Mapping[str, Any]) -> dict[str, TensorLayout]:
     }
 
 
-def collect_tensor_layout(fqn: str, tensor: torch.Tensor) -> TensorLayout:
+def collect_tensor_layout(fqn: str, tensor: torch.Tensor, *, writable: bool = True) -> TensorLayout:
     """The layout of one tensor.
+
+    Args:
+        fqn: Key of the tensor.
+        tensor: Any tensor.
+        writable: Whether it is to be loaded, not saved: then its elements need memory of their own.
 
     Raises:
         LayoutError: The tensor cannot be described, or several of its elements share memory.
@@ -91,7 +96,13 @@ def collect_tensor_layout(fqn: str, tensor: torch.Tensor) -> TensorLayout:
     shape = tuple(tensor.size())
     shards = tuple(s for s in _collect_shards(fqn, tensor) if not s.box.is_empty)
     for shard in shards:
-        _check_writable(fqn, shard, Box.full(shape))
+        if not Box.full(shape).contains(shard.box):
+            raise LayoutError(
+                f"tensor `{fqn}`: this rank claims {shard.box} of a tensor of shape {shape!r}",
+                fqn=fqn,
+            )
+        if writable:
+            _check_writable(fqn, shard.tensor)
     return TensorLayout(fqn, shape, tensor.dtype, shards)
 
 
@@ -146,23 +157,16 @@ def _check_shape(fqn: str, described: tuple[int, ...], real: tuple[int, ...], by
         return
     raise LayoutError(
         f"tensor `{fqn}`: the local tensor has shape {real!r}, but {by} give this rank "
-        f"{described!r}; "
-        f"loading would put rows in the wrong place",
+        f"{described!r}; rows would go to the wrong place",
         fqn=fqn,
     )
 
 
-def _check_writable(fqn: str, shard: LocalShard, whole: Box) -> None:
-    tensor = shard.tensor
+def _check_writable(fqn: str, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise LayoutError(
             f"tensor `{fqn}`: only dense tensors can be loaded in place, this one has layout "
             f"{tensor.layout} and dtype {tensor.dtype}",
-            fqn=fqn,
-        )
-    if not whole.contains(shard.box):
-        raise LayoutError(
-            f"tensor `{fqn}`: this rank claims {shard.box} of a tensor of shape {whole.sizes!r}",
             fqn=fqn,
         )
     if may_overlap(tuple(tensor.size()), tensor.stride()):
