@@ -170,9 +170,10 @@ def plan_spans(
         if walked or gap > join_gap(run, request_bytes):
             walked.append(dim)
             continue
-        length += strides[dim] * (sizes[dim] - 1)
-        if gap == 0:
-            run = length
+        joined = length + strides[dim] * (sizes[dim] - 1)
+        if gap == 0 and run == length:
+            run = joined
+        length = joined
     walked.reverse()
 
     base = list(offsets)
@@ -221,7 +222,10 @@ def _make_span(
     start, end = first, last
     if nbytes != last - first:
         row = max(st for st, s in zip(strides, sizes, strict=True) if s > 1)
-        start, end = first // row * row, min(-(-last // row) * row, extent)
+        # Rows are counted from where the dims further out lead to: there may be padding in between.
+        base = sum(o * st for o, st in zip(offsets, strides, strict=True) if st > row)
+        start = base + (first - base) // row * row
+        end = min(base - (base - last) // row * row, extent)
     return Span(tuple(offsets), tuple(sizes), start, end - start, first - start, nbytes)
 
 
