@@ -40,6 +40,8 @@ from dcp_reshard.report import HyperParameter, LoadReport, OptimizerReport
 from dcp_reshard.reshard import LazySplit, reshard_tensor
 from dcp_reshard.save_planner import ReshardSavePlanner
 from dcp_reshard.sharded_parameter import shard_parameter
+from dcp_reshard.verify import verify
+from dcp_reshard.verify_report import Problem, VerifyReport
 
 __version__ = "0.1.0"
 
@@ -65,6 +67,7 @@ __all__ = [
     "PeerFailedError",
     "PlanError",
     "PlanOptions",
+    "Problem",
     "RankValueWarning",
     "ReadPlan",
     "ReaderOptions",
@@ -76,6 +79,7 @@ __all__ = [
     "ShapeMismatchError",
     "StorageError",
     "UnsafeCheckpointError",
+    "VerifyReport",
     "Want",
     "load",
     "load_optimizer",
@@ -83,4 +87,5 @@ __all__ = [
     "plan_reads",
     "reshard_tensor",
     "shard_parameter",
+    "verify",
 ]

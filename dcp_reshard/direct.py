@@ -23,6 +23,7 @@ from dcp_reshard.catalog import Catalog, StoredObject, StoredTensor
 from dcp_reshard.container import Record, read_directory, read_record
 from dcp_reshard.crc import CrcPart, crc32
 from dcp_reshard.errors import CheckpointFormatError, CorruptRecordError, ReshardError, StorageError
+from dcp_reshard.item_checks import MAX_OBJECT_RECORDS
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.payload import Payload
 from dcp_reshard.probe import Item, ItemBytes, probe_items
@@ -178,7 +179,10 @@ class DirectRead:
                     f"{_MAX_OBJECT_BYTES}"
                 )
             contents = item.read(0, item.item.length)
-            for record in read_directory(len(contents), lambda a, b: contents[a:b]):
+            records = read_directory(
+                len(contents), lambda a, b: contents[a:b], max_records=MAX_OBJECT_RECORDS
+            )
+            for record in records:
                 if self.options.verify != "off":
                     read_record(record, lambda a, b: contents[a:b])
                     self._note_record(fqn, item.item, record, checked=True)

@@ -15,6 +15,7 @@ from dcp_reshard.probe import Item
 
 __all__ = [
     "MAX_OBJECT_BYTES",
+    "MAX_OBJECT_RECORDS",
     "check_object_size",
     "check_payload",
     "check_records_of",
@@ -24,6 +25,9 @@ __all__ = [
 
 MAX_OBJECT_BYTES = 64 * 2**20
 """Most bytes of a value that is not a tensor."""
+
+MAX_OBJECT_RECORDS = 4096
+"""Most records of such a value: it may hold tensors, each a record of its own."""
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["HyperParameter", "LoadReport", "OptimizerReport", "ReadStats"]
+__all__ = ["HyperParameter", "LoadReport", "OptimizerReport", "ReadStats", "format_bytes"]
 
 _SHOWN = 5
 
@@ -182,12 +182,12 @@ class LoadReport:
         rows = [
             ("checkpoint", f"{self.checkpoint} (rank {self.rank})"),
             ("loaded", f"{self.tensors} tensors, {self.objects} other values"),
-            ("wanted", _bytes(self.bytes_wanted)),
+            ("wanted", format_bytes(self.bytes_wanted)),
             (
                 "read",
-                f"{_bytes(self.bytes_read)} ({self.read_amplification:.2f} x wanted) in "
+                f"{format_bytes(self.bytes_read)} ({self.read_amplification:.2f} x wanted) in "
                 f"{self.requests} "
-                f"requests, {_bytes(self.bytes_direct)} straight into place",
+                f"requests, {format_bytes(self.bytes_direct)} straight into place",
             ),
             (
                 "verified",
@@ -218,7 +218,8 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _bytes(count: int) -> str:
+def format_bytes(count: int) -> str:
+    """A number of bytes for a person to read."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
