@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from dcp_reshard.fused import FusedBlocks
 
-__all__ = ["cut", "split_grid"]
+__all__ = ["cut", "safetensors_bytes", "split_grid"]
 
 
 def cut(
@@ -53,3 +58,41 @@ def split_grid(
     return [
         [cut(full, sizes, (t, d), dim, fused) for d in range(sizes[1])] for t in range(sizes[0])
     ]
+
+
+def safetensors_bytes(
+    tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """A file of these tensors in the safetensors format, written by its definition."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    elements = b""
+    for name, tensor in tensors.items():
+        flat = tensor.contiguous().reshape(-1, 1).view(torch.uint8).numpy().tobytes()
+        header[name] = {
+            "dtype": _SAFETENSORS_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [len(elements), len(elements) + len(flat)],
+        }
+        elements += flat
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + elements
+
+
+_SAFETENSORS_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
