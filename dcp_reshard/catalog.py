@@ -10,6 +10,7 @@ Says nothing of how a catalog is read (`metadata`), nor of where the elements li
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -23,7 +24,7 @@ from dcp_reshard.errors import CheckpointFormatError, ChunkCoverageError
 from dcp_reshard.payload import Payload
 from dcp_reshard.storage import ByteSource
 
-__all__ = ["Catalog", "CatalogSource", "KeyPath", "StoredObject", "StoredTensor"]
+__all__ = ["Catalog", "CatalogSource", "KeyPath", "KnownValue", "StoredObject", "StoredTensor"]
 
 KeyPath = tuple[str | int, ...]
 """Keys and list indices that lead to a value of a nested state dict."""
@@ -69,6 +70,9 @@ class StoredTensor:
     payloads: tuple[Payload, ...] | None = None
     """Where the elements of each chunk lie, if that is known without probing the items."""
 
+    defect: str = ""
+    """Why the tensor cannot be loaded from these chunks, if it is known that it cannot."""
+
     def find_chunk(self, offsets: tuple[int, ...], hint: int | None = None) -> int | None:
         """Number of the chunk that starts at these offsets, or None.
 
@@ -87,12 +91,22 @@ class StoredTensor:
         )
         return int(found[0]) if len(found) else None
 
+    def check_usable(self) -> None:
+        """Check that nothing is known of the chunks that makes them useless.
+
+        Raises:
+            ChunkCoverageError: Something is.
+        """
+        if self.defect:
+            raise ChunkCoverageError(f"tensor `{self.fqn}`: {self.defect}", fqn=self.fqn)
+
     def check_coverage(self) -> None:
         """Check that the chunks tile the tensor.
 
         Raises:
             ChunkCoverageError: Part of the tensor is stored by no chunk, or by several.
         """
+        self.check_usable()
         defect = find_defect(self.chunks, Box.full(self.shape))
         if defect is None:
             return
@@ -103,6 +117,32 @@ class StoredTensor:
             f"{kind}; the checkpoint itself is wrong, nothing was loaded",
             fqn=self.fqn,
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownValue:
+    """A value that came with the catalog, and needs no reading."""
+
+    value: object = None
+    """The value: plain data."""
+
+    refusal: CheckpointFormatError | None = None
+    """Why there is none to be had, if so."""
+
+    def contents(self, fqn: str) -> bytes:
+        """The value as an item, which is what planners take.
+
+        Args:
+            fqn: Key of the value.
+
+        Raises:
+            CheckpointFormatError: There is none to be had.
+        """
+        if self.refusal is not None:
+            raise type(self.refusal)(f"object `{fqn}`: {self.refusal}", fqn=fqn)
+        buffer = io.BytesIO()
+        torch.save(self.value, buffer)
+        return buffer.getvalue()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +160,9 @@ class StoredObject:
 
     length: int
     """Bytes of the item."""
+
+    known: KnownValue | None = None
+    """The value, if it came with the catalog; then there is no item."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,6 +183,9 @@ class Catalog:
 
     digest: str = ""
     """Hash of the metadata read; equal on all ranks that see the same checkpoint."""
+
+    notes: tuple[str, ...] = ()
+    """What whoever loads from the checkpoint should know of how its files were understood."""
 
     def __contains__(self, fqn: object) -> bool:
         """Whether the checkpoint has this key."""
