@@ -35,6 +35,7 @@ def load(
     dtype_policy: DtypePolicy = "exact",
     rename: Rename | None = None,
     allowed_classes: Sequence[type] = (),
+    allow_unsafe_pickle: bool = False,
     mode: str = "auto",
     options: ReaderOptions | None = None,
     progress: bool = False,
@@ -55,7 +56,9 @@ def load(
         dtype_policy: ``"exact"``, ``"widen"`` or ``"cast"``; see `PlanOptions`.
         rename: Gives the key in the checkpoint for a key of the state dict.
         allowed_classes: Classes that values which are not tensors may be instances of, beside plain
-        data.
+            data.
+        allow_unsafe_pickle: Unpickle values that are not tensors whatever they are. This runs any
+            code that the checkpoint contains.
         mode: See `ReshardStorageReader`.
         options: Memory, threads, verification.
         progress: Show a progress bar on rank 0.
@@ -86,6 +89,7 @@ def load(
             on_missing="error" if strict else "keep", dtype_policy=dtype_policy, rename=rename
         ),
         allowed_classes=allowed_classes,
+        allow_unsafe_pickle=allow_unsafe_pickle,
     )
     with progress_bar(show=progress and rank == 0) as on_progress:
         reader = ReshardStorageReader(

@@ -40,6 +40,11 @@ class DeferredPlanner(LoadPlanner):
         assert self._planner is not None
         return self._planner
 
+    @property
+    def checks_objects(self) -> bool:
+        """As the planner does; see `ReshardLoadPlanner`."""
+        return bool(getattr(self.planner, "checks_objects", False))
+
     def set_up_planner(
         self,
         state_dict: dict[str, Any],

@@ -23,7 +23,7 @@ from dcp_reshard.catalog import Catalog, StoredObject, StoredTensor
 from dcp_reshard.container import Record, read_directory, read_record
 from dcp_reshard.crc import CrcPart, crc32
 from dcp_reshard.errors import CheckpointFormatError, CorruptRecordError, ReshardError, StorageError
-from dcp_reshard.item_checks import MAX_OBJECT_RECORDS
+from dcp_reshard.objects import MAX_OBJECT_RECORDS
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.payload import Payload
 from dcp_reshard.probe import Item, ItemBytes, probe_items

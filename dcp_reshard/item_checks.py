@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,24 +9,17 @@ import torch
 
 from dcp_reshard.container import Record, read_directory, read_record
 from dcp_reshard.errors import CheckpointFormatError, ReshardError
+from dcp_reshard.objects import MAX_OBJECT_BYTES, MAX_OBJECT_RECORDS, load_data
 from dcp_reshard.payload import Payload
 from dcp_reshard.probe import Item
 
 __all__ = [
-    "MAX_OBJECT_BYTES",
-    "MAX_OBJECT_RECORDS",
     "check_object_size",
     "check_payload",
     "check_records_of",
     "item_context",
     "load_unknown",
 ]
-
-MAX_OBJECT_BYTES = 64 * 2**20
-"""Most bytes of a value that is not a tensor."""
-
-MAX_OBJECT_RECORDS = 4096
-"""Most records of such a value: it may hold tensors, each a record of its own."""
 
 
 @contextmanager
@@ -78,7 +70,9 @@ def check_records_of(contents: memoryview) -> list[Record]:
         CheckpointFormatError: The container is not what `torch.save` writes.
         CorruptRecordError: A record does not have its checksum.
     """
-    records = read_directory(len(contents), lambda a, b: bytes(contents[a:b]))
+    records = read_directory(
+        len(contents), lambda a, b: bytes(contents[a:b]), max_records=MAX_OBJECT_RECORDS
+    )
     for record in records:
         read_record(record, lambda a, b: bytes(contents[a:b]))
     return records
@@ -90,13 +84,7 @@ def load_unknown(contents: memoryview, sizes: tuple[int, ...], dtype: torch.dtyp
     Raises:
         CheckpointFormatError: It cannot be loaded, or is not of this shape and dtype.
     """
-    try:
-        value = torch.load(io.BytesIO(contents), map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise CheckpointFormatError(
-            f"not a dense tensor, and not loadable as data only ({type(error).__name__}: "
-            f"{str(error)[:500]})"
-        ) from error
+    value = load_data(contents, max_bytes=len(contents))
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         kind = getattr(value, "layout", type(value).__name__)
         raise CheckpointFormatError(f"the file holds a {kind}, which cannot be resharded")

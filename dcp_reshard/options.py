@@ -97,6 +97,11 @@ class ReaderOptions:
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     """What is done about calls to the storage that fail for a reason that may pass."""
 
+    allow_unsafe_pickle: bool = False
+    """Hand values that are not plain data to a planner that unpickles whatever it is given, as
+    torch's own does. This runs any code that the checkpoint contains. `ReshardLoadPlanner` has an
+    option of its own."""
+
     keep_plan_local: bool = True
     """Send the coordinator a digest of this rank's plan, not the plan. Turn it off for a planner
     whose `create_global_plan` changes plans."""

@@ -12,16 +12,21 @@ Only the opcodes that pickling data needs are known, of protocols 2 to 5.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dcp_reshard.errors import CheckpointFormatError, UnsafeCheckpointError
 
-__all__ = ["Call", "Global", "Persistent", "check_extent", "interpret_pickle"]
+__all__ = ["Call", "Global", "Persistent", "check_extent", "find_calls", "interpret_pickle"]
 
 # Each opcode makes at most one object: this bounds memory, whatever the pickle's size.
 _MAX_OPCODES = 8_000_000
-_KEYS = (str, int, float, bytes, type(None))
+_ATOMS = (str, int, float, bytes, type(None))
+# Of these, tuples of integers among them, any number with one hash can be made up: a dict of them
+# takes quadratic time.
+_MAX_KEY_BITS = 64
+_MAX_TUPLE_KEYS = 10_000
+_MAX_KEY_LENGTH = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,8 +56,13 @@ class Call:
     """Its arguments."""
 
 
-def interpret_pickle(data: bytes) -> object:
+def interpret_pickle(data: bytes, *, left_out: list[object] | None = None) -> object:
     """What a pickle says.
+
+    Args:
+        data: The pickle.
+        left_out: Where to put what is not part of the value: attributes and items of what calls
+            return.
 
     Raises:
         UnsafeCheckpointError: It has an opcode, or uses one in a way, that data does not need.
@@ -65,7 +75,7 @@ def interpret_pickle(data: bytes) -> object:
         >>> interpret_pickle(pickle.dumps(print)).name
         'builtins print'
     """
-    machine = _Machine(data)
+    machine = _Machine(data, left_out=[] if left_out is None else left_out)
     try:
         for _ in range(_MAX_OPCODES):
             op = data[machine.position]
@@ -121,6 +131,27 @@ def check_extent(value: object, *, max_depth: int, max_values: int) -> None:
         stack += [(child, None) for child in children]
 
 
+def find_calls(value: object) -> Iterator[Call]:
+    """All calls in a value whose extent has been checked, each once.
+
+    Example:
+        >>> import collections, pickle
+        >>> [call.function for call in find_calls(interpret_pickle(pickle.dumps([{1}, {2}], 2)))]
+        ['__builtin__ set', '__builtin__ set']
+    """
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        current = stack.pop()
+        children = _children(current)
+        if isinstance(current, Call):
+            yield current
+        for child in children:
+            if id(child) not in seen:
+                seen.add(id(child))
+                stack.append(child)
+
+
 def _children(value: object) -> Sequence[object]:
     if isinstance(value, dict):
         return list(value.values())
@@ -138,6 +169,8 @@ class _Machine:
     data: bytes
     position: int = 0
     stack: list[object] = field(default_factory=list)
+    left_out: list[object] = field(default_factory=list)
+    tuple_keys: int = 0
     below: list[list[object]] = field(default_factory=list)
     memo: dict[int, object] = field(default_factory=dict)
 
@@ -206,29 +239,45 @@ def _call(machine: _Machine) -> None:
 
 def _build(machine: _Machine) -> None:
     """Leave out attributes that are set: an OrderedDict of a module has its version in one."""
-    machine.stack.pop()
+    machine.left_out.append(machine.stack.pop())
     if not isinstance(machine.stack[-1], (dict, Call)):
         raise machine.refuse("attributes of something else than an object")
 
 
 def _set_items(machine: _Machine, items: Sequence[object]) -> None:
     target = machine.stack[-1]
-    if isinstance(target, Call):
-        return
-    if not isinstance(target, dict) or len(items) % 2:
+    if not isinstance(target, (dict, Call)) or len(items) % 2:
         raise machine.refuse("items of something else than a dict")
     for key, value in zip(items[::2], items[1::2], strict=True):
-        # Others would be hashed: a deeply nested tuple overflows the C stack.
-        if not isinstance(key, _KEYS):
-            raise machine.refuse(f"a dict with a key of type {type(key).__name__}")
-        target[key] = value
+        _check_key(machine, key)
+        if isinstance(target, dict):
+            target[key] = value
+        else:
+            machine.left_out.append(value)
+
+
+def _check_key(machine: _Machine, key: object) -> None:
+    # Others would be hashed: a deeply nested tuple overflows the C stack.
+    parts = (key,)
+    if type(key) is tuple and len(key) <= _MAX_KEY_LENGTH:
+        parts = key
+        machine.tuple_keys += 1
+    for part in parts:
+        if not isinstance(part, (*_ATOMS, Global)):
+            raise machine.refuse(f"a dict with a key of type {type(part).__name__}")
+        if isinstance(part, int) and part.bit_length() > _MAX_KEY_BITS:
+            raise machine.refuse(f"a dict with a key of {part.bit_length()} bits")
+    if machine.tuple_keys > _MAX_TUPLE_KEYS:
+        raise machine.refuse(f"more than {_MAX_TUPLE_KEYS} keys that are tuples")
 
 
 def _append_items(machine: _Machine, items: Sequence[object]) -> None:
     target = machine.stack[-1]
     if isinstance(target, list):
         target.extend(items)
-    elif not isinstance(target, Call):
+    elif isinstance(target, Call):
+        machine.left_out += items
+    else:
         raise machine.refuse("items of something else than a list")
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,9 +30,10 @@ from dcp_reshard._torch import (
 )
 from dcp_reshard.box import Box
 from dcp_reshard.catalog import Catalog
-from dcp_reshard.errors import LayoutError, PlanError, UnsafeCheckpointError
+from dcp_reshard.errors import CheckpointFormatError, LayoutError, PlanError
 from dcp_reshard.garbage import paused_gc
 from dcp_reshard.layout import LocalShard, TensorLayout, collect_layout
+from dcp_reshard.objects import load_data
 from dcp_reshard.plan import PlanOptions, ReadPlan, Want, plan_reads
 from dcp_reshard.portable import portable
 from dcp_reshard.rank_values import collect_asked_for, warn_of_shared_values
@@ -68,11 +68,15 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
 
     plan: ReadPlan | None
 
+    checks_objects = True
+    """Tells the reader that `load_bytes` runs nothing unless it was told to."""
+
     def __init__(
         self,
         *,
         options: PlanOptions | None = None,
         allowed_classes: Sequence[type] = (),
+        allow_unsafe_pickle: bool = False,
         flatten_state_dict: bool = True,
     ) -> None:
         """Keep the options.
@@ -81,11 +85,14 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             options: How to treat what does not match.
             allowed_classes: Classes that values which are not tensors may be instances of, beside
                 numbers, strings, tensors and containers of these.
+            allow_unsafe_pickle: Unpickle values that are not tensors whatever they are. This runs
+                any code that the checkpoint contains.
             flatten_state_dict: Whether nested dicts and lists are looked into, as `dcp.save` does.
         """
         super().__init__(flatten_state_dict=flatten_state_dict)
         self.options = options or PlanOptions()
         self.allowed_classes = tuple(allowed_classes)
+        self.allow_unsafe_pickle = allow_unsafe_pickle
         self.plan = None
         self._layouts: dict[str, TensorLayout] = {}
         self._from_numbers: dict[str, TensorLayout] = {}
@@ -167,16 +174,7 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             PlanError: A tensor of the state dict cannot take the value.
         """
         fqn = read_item.dest_index.fqn
-        try:
-            with torch.serialization.safe_globals(list(self.allowed_classes)):
-                loaded = torch.load(value, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise UnsafeCheckpointError(
-                f"object `{fqn}`: not plain data, and nothing else is loaded from a checkpoint "
-                f"unless its "
-                f"class is listed in `allowed_classes` ({str(error)[:500]})",
-                fqn=fqn,
-            ) from error
+        loaded = self._load_object(fqn, value)
         layout = self._from_numbers.get(fqn)
         if layout is None:
             self._set(fqn, merge_object(fqn, self.state_dict[fqn], loaded))
@@ -184,6 +182,14 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         lossy = self.options.dtype_policy == "cast"
         for shard in layout.shards:
             fill_with_number(fqn, shard.tensor, loaded, lossy=lossy)
+
+    def _load_object(self, fqn: str, value: io.BytesIO) -> object:
+        if self.allow_unsafe_pickle:
+            return torch.load(value, map_location="cpu", weights_only=False)
+        try:
+            return load_data(memoryview(value.read()), allowed_classes=self.allowed_classes)
+        except CheckpointFormatError as error:
+            raise type(error)(f"object `{fqn}`: {error}", fqn=fqn) from error
 
     @portable
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:

@@ -13,7 +13,8 @@ from dcp_reshard.catalog import Catalog
 from dcp_reshard.container import Record, read_directory
 from dcp_reshard.crc import CrcPart, crc32, find_crc
 from dcp_reshard.errors import CheckpointFormatError, CorruptRecordError, ReshardError, StorageError
-from dcp_reshard.item_checks import MAX_OBJECT_RECORDS, check_payload, item_context
+from dcp_reshard.item_checks import check_payload, item_context
+from dcp_reshard.objects import MAX_OBJECT_RECORDS
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.payload import find_payload
 from dcp_reshard.probe import Item, ItemBytes, probe_items

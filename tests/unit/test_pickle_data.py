@@ -98,7 +98,7 @@ def test_objects_are_names() -> None:
         (b"\x80\x02NNa.", "items of something else than a list"),
         (b"\x80\x02}(Nu.", "items of something else than a dict"),
         (b"\x80\x02NNb.", "attributes of something else"),
-        (b"\x80\x02})Ns.", "a dict with a key of type tuple"),
+        (b"\x80\x02})\x85Ns.", "a dict with a key of type tuple"),
     ],
 )
 def test_what_data_does_not_need_is_refused(data: bytes, message: str) -> None:
