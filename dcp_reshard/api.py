@@ -142,6 +142,7 @@ def make_report(plan: ReadPlan, reader: ReshardStorageReader, *, rank: int) -> L
         chunks_read_whole=stats.chunks_read_whole,
         records_verified=stats.records_verified,
         records_unverified=stats.records_unverified,
+        cooperation=stats.cooperation,
         casts=tuple((c.fqn, str(c.stored), str(c.wanted)) for c in plan.casts),
         missing=plan.missing,
         unexpected=plan.unexpected,

@@ -101,6 +101,9 @@ class DirectRead:
     bytes_direct: int = 0
     """Bytes read straight into their destination."""
 
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase of the read, if there are several."""
+
     _prober: PayloadProber = field(default_factory=PayloadProber, init=False)
     _small: list[tuple[ChunkPart, bytes]] = field(default_factory=list, init=False)
     _small_bytes: int = field(default=0, init=False)

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from dcp_reshard.domains import IntArray, split_range
+from dcp_reshard.domains import IntArray
+from dcp_reshard.elements import split_range
 from dcp_reshard.lockstep import Lockstep
 from dcp_reshard.pieces import Pieces, Placed, Requests, stride_order
 from dcp_reshard.transfer import copy_elements

@@ -92,8 +92,12 @@ class Numbering:
     def itemsizes(self, numbers: IntArray) -> IntArray:
         """Bytes of an element of each of these items."""
         sizes = np.array([*(t.dtype.itemsize for t in self.tensors), 1], dtype=np.int64)
-        tensors: IntArray = sizes[np.searchsorted(self.first, numbers, side="right") - 1]
-        return tensors
+        itemsizes: IntArray = sizes[self.tensor_indices(numbers)]
+        return itemsizes
+
+    def tensor_indices(self, numbers: IntArray) -> IntArray:
+        """Which of the tensors each of these items belongs to; one past the last for objects."""
+        return np.searchsorted(self.first, numbers, side="right") - 1
 
 
 def number_items(catalog: Catalog) -> Numbering:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dcp_reshard.domains import Domains, IntArray, Tape, count_before
+from dcp_reshard.domains import Domains, IntArray, Tape
+from dcp_reshard.elements import count_before
 from dcp_reshard.numbering import Numbering
 
 __all__ = ["Pieces", "Placed", "Requests", "TapeIndex", "find_pieces", "stride_order"]
@@ -84,13 +85,12 @@ class Requests:
         cls, rows: Sequence[tuple[int, Sequence[int], Sequence[int]]], *, num_dims: int
     ) -> Requests:
         """Columns of rows of number, offsets and sizes."""
-        table = np.zeros((len(rows), 1 + 2 * num_dims), dtype=np.int64)
-        table[:, 1 + num_dims :] = 1
-        for row, (number, offsets, sizes) in zip(table, rows, strict=True):
-            row[0] = number
-            row[1 : 1 + len(offsets)] = offsets
-            row[1 + num_dims : 1 + num_dims + len(sizes)] = sizes
-        return cls.from_rows(table)
+        zeros, ones = (0,) * num_dims, (1,) * num_dims
+        padded = [
+            (number, *offsets, *zeros[len(offsets) :], *sizes, *ones[len(sizes) :])
+            for number, offsets, sizes in rows
+        ]
+        return cls.from_rows(np.array(padded, dtype=np.int64).reshape(-1, 1 + 2 * num_dims))
 
     @classmethod
     def from_rows(cls, table: IntArray) -> Requests:

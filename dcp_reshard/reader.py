@@ -26,8 +26,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -36,14 +35,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_reshard.catalog import Catalog, CatalogSource
-from dcp_reshard.collectives import all_ranks_succeeded, compute_once
-from dcp_reshard.cooperative import CooperativeRead
-from dcp_reshard.direct import DirectRead, WantedPart
-from dcp_reshard.errors import InconsistentRanksError, PeerFailedError, PlanError
+from dcp_reshard.catalog import Catalog, CatalogSource, StoredObject
+from dcp_reshard.collectives import compute_once
+from dcp_reshard.direct import WantedPart
+from dcp_reshard.errors import CheckpointFormatError, InconsistentRanksError, PlanError
 from dcp_reshard.garbage import paused_gc
+from dcp_reshard.job_read import JobRead
 from dcp_reshard.lockstep import Lockstep
 from dcp_reshard.metadata import DcpCheckpoint
+from dcp_reshard.objects import check_data_only
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.portable import portable, to_portable
 from dcp_reshard.report import ReadStats
@@ -93,7 +93,9 @@ class ReshardStorageReader(StorageReader):
 
         Args:
             checkpoint: Folder of the checkpoint, or a `CatalogSource` for one of another format.
-            mode: ``"direct"``: every rank reads what it needs. ``"auto"`` is the same as of now.
+            mode: ``"direct"``: every rank reads what it needs. ``"cooperative"``: every byte is
+                read by one rank, which sends it to those that need it. ``"auto"``: what pays (see
+                `dcp_reshard.choice`).
             process_group: The group that `dcp.load` is called with, if it is not the default one.
             options: Memory, threads, verification.
             on_progress: Called with bytes done and bytes in all while large chunks are read.
@@ -229,32 +231,35 @@ class ReshardStorageReader(StorageReader):
         """
         assert self._source is not None
         self.waiting_for = "read their parts"
-        together = self._is_together(plan)
-        exchange = together and (self.mode == "cooperative" or self.options.verify != "off")
-        started = time.perf_counter()
-        read: DirectRead | CooperativeRead
-        if together and self.mode == "cooperative":
-            lockstep = Lockstep(self.process_group, self._wait_for)
-            with lockstep.phase("resolving its plan"):
-                parts, objects = self._resolve(self._planned_items(plan), planner)
-                resolved = time.perf_counter()
-            read = self._read_cooperatively(parts, objects, lockstep)
-        else:
-            with self._agreement(exchange=exchange):
-                parts, objects = self._resolve(self._planned_items(plan), planner)
-                resolved = time.perf_counter()
-                read = self._read(parts, objects)
+        lockstep = self._find_peers(plan)
+        started = resolved = time.perf_counter()
+        parts: list[tuple[ReadItem, WantedPart]] = []
+        objects: list[ReadItem] = []
+
+        def resolve() -> tuple[list[WantedPart], list[StoredObject]]:
+            nonlocal parts, objects, resolved
+            parts, objects = self._resolve(self._planned_items(plan), planner)
+            resolved = time.perf_counter()
+            return (
+                [part for _, part in parts],
+                [self._catalog.objects[item.storage_index.fqn] for item in objects],
+            )
+
+        job = JobRead(
+            self.mode, self._source, self._catalog, self.options, lockstep, self.on_progress
+        )
+        read, cooperation = job.run(resolve)
         finished = time.perf_counter()
         self.waiting_for = "send checksums of what they have read"
         verdict = check_records(
             read.records,
             self._catalog,
             verify=self.options.verify,
-            exchange=exchange,
+            exchange=lockstep is not None,
             group=self.process_group,
         )
         for item in objects:
-            planner.load_bytes(item, io.BytesIO(read.objects[item.storage_index.fqn]))
+            self._load_object(item, read.objects[item.storage_index.fqn], planner)
         for item, part in parts:
             planner.commit_tensor(item, part.dest)
         self.stats.requests = self._source.requests
@@ -265,7 +270,8 @@ class ReshardStorageReader(StorageReader):
         self.stats.chunks_read_whole = tuple(sorted(read.chunks_read_whole))
         self.stats.records_verified = verdict.verified
         self.stats.records_unverified = verdict.unverified
-        self.stats.seconds |= {
+        self.stats.cooperation = cooperation
+        self.stats.seconds |= read.seconds | {
             "resolve": resolved - started,
             "read": finished - resolved,
             "verify": time.perf_counter() - finished,
@@ -276,14 +282,24 @@ class ReshardStorageReader(StorageReader):
         future.set_result(None)
         return future
 
-    def _is_together(self, plan: LoadPlan) -> bool:
-        """Whether the ranks of this load can make collective calls of their own."""
+    def _load_object(self, item: ReadItem, contents: bytes, planner: LoadPlanner) -> None:
+        # torch's planner unpickles whatever it is given, and so runs it.
+        if not (self.options.allow_unsafe_pickle or getattr(planner, "checks_objects", False)):
+            fqn = item.storage_index.fqn
+            try:
+                check_data_only(memoryview(contents))
+            except CheckpointFormatError as error:
+                raise type(error)(f"object `{fqn}`: {error}", fqn=fqn) from error
+        planner.load_bytes(item, io.BytesIO(contents))
+
+    def _find_peers(self, plan: LoadPlan) -> Lockstep | None:
+        """The ranks that this one reads together with; None if it reads alone."""
         num_ranks = plan.storage_data.num_ranks if isinstance(plan.storage_data, _PlanDigest) else 1
-        if num_ranks == 1:
-            return False
+        if num_ranks == 1 or (self.mode == "direct" and self.options.verify == "off"):
+            return None
         size = dist.get_world_size(self.process_group)
         if size == num_ranks:
-            return True
+            return Lockstep(self.process_group, self._wait_for)
         if self.process_group is not None or self.mode == "cooperative":
             its = f"has {size}" if size > 0 else "does not have this one"
             raise PlanError(
@@ -296,57 +312,7 @@ class ReshardStorageReader(StorageReader):
             num_ranks,
             size,
         )
-        return False
-
-    @contextmanager
-    def _agreement(self, *, exchange: bool) -> Iterator[None]:
-        """What is done inside fails on every rank if it fails on one, where that can be known."""
-        ok = False
-        try:
-            yield
-            ok = True
-        finally:
-            all_ok = all_ranks_succeeded(ok=ok, group=self.process_group) if exchange else ok
-        if not all_ok:
-            raise PeerFailedError("the read of another rank failed; see its error")
-
-    def _read(
-        self, parts: Sequence[tuple[ReadItem, WantedPart]], objects: Sequence[ReadItem]
-    ) -> DirectRead:
-        assert self._source is not None
-        read = DirectRead(self._source, self._catalog, self.options, self.on_progress)
-        try:
-            read.run(
-                [part for _, part in parts],
-                [self._catalog.objects[item.storage_index.fqn] for item in objects],
-            )
-        finally:
-            # Also after a failure: a job that tries again must not run out of descriptors. That a
-            # file has changed explains most other errors, so it may take their place.
-            self._source.close()
-        return read
-
-    def _read_cooperatively(
-        self,
-        parts: Sequence[tuple[ReadItem, WantedPart]],
-        objects: Sequence[ReadItem],
-        lockstep: Lockstep,
-    ) -> CooperativeRead:
-        assert self._source is not None
-        read = CooperativeRead(
-            self._source, self._catalog, self.options, lockstep, self.on_progress
-        )
-        try:
-            read.run(
-                [part for _, part in parts],
-                [self._catalog.objects[item.storage_index.fqn] for item in objects],
-            )
-        except BaseException:
-            self._source.close()
-            raise
-        with lockstep.phase("closing its files"):
-            self._source.close()
-        return read
+        return None
 
     def _wait_for(self, what: str) -> None:
         self.waiting_for = what

@@ -6,9 +6,39 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["HyperParameter", "LoadReport", "OptimizerReport", "ReadStats", "format_bytes"]
+__all__ = [
+    "Cooperation",
+    "HyperParameter",
+    "LoadReport",
+    "OptimizerReport",
+    "ReadStats",
+    "format_bytes",
+]
 
 _SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cooperation:
+    """How the ranks of a load have read, and what they have exchanged."""
+
+    mode: str = "direct"
+    """``"direct"``: each for itself; ``"cooperative"``: each byte once for all."""
+
+    reason: str = ""
+    """Why."""
+
+    bytes_sent: int = 0
+    """Bytes that this rank has sent to others."""
+
+    bytes_received: int = 0
+    """Bytes that this rank has received from others."""
+
+    rounds: int = 0
+    """Rounds of reading and exchanging."""
+
+    imbalance: float = 1.0
+    """Bytes read by the rank that has read most, over the mean of all ranks."""
 
 
 @dataclass(slots=True)
@@ -38,6 +68,9 @@ class ReadStats:
 
     records_unverified: int = 0
     """Records that were read without their checksum being compared."""
+
+    cooperation: Cooperation = field(default_factory=Cooperation)
+    """How the ranks of the load have read together."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by phase."""
@@ -162,6 +195,9 @@ class LoadReport:
     unexpected: tuple[str, ...]
     """Keys of the checkpoint that were not asked for."""
 
+    cooperation: Cooperation
+    """How the ranks of the load have read together."""
+
     seconds: Mapping[str, float]
     """Seconds by phase, ``"total"`` among them."""
 
@@ -193,8 +229,11 @@ class LoadReport:
                 "verified",
                 f"{self.records_verified} records by checksum, {self.records_unverified} not",
             ),
+            ("mode", f"{self.cooperation.mode} ({self.cooperation.reason})"),
             ("seconds", ", ".join(f"{name} {s:.3f}" for name, s in self.seconds.items())),
         ]
+        if self.cooperation.rounds:
+            rows.insert(-1, ("exchanged", _exchanged(self.cooperation)))
         if self.retries:
             rows.append(("retried", f"{self.retries} calls to the storage, after errors"))
         casts = [f"{fqn} ({stored} to {wanted})" for fqn, stored, wanted in self.casts]
@@ -210,6 +249,14 @@ class LoadReport:
                 rows.append((label, f"{len(names)}: {', '.join(names[:_SHOWN])}{more}"))
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+
+
+def _exchanged(cooperation: Cooperation) -> str:
+    sent, received = cooperation.bytes_sent, cooperation.bytes_received
+    return (
+        f"{format_bytes(sent)} sent, {format_bytes(received)} received in {cooperation.rounds} "
+        f"rounds; the rank that read most read {cooperation.imbalance:.2f} x the mean"
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -23,7 +23,8 @@ import torch
 from dcp_reshard.container import Record
 from dcp_reshard.crc import CrcPart, crc32
 from dcp_reshard.direct import RecordUse
-from dcp_reshard.domains import Domains, IntArray, split_range
+from dcp_reshard.domains import Domains, IntArray
+from dcp_reshard.elements import split_range
 from dcp_reshard.errors import CorruptRecordError
 from dcp_reshard.item_checks import (
     check_object_size,

@@ -1,0 +1,144 @@
+"""The read of one rank, as part of its job's: chosen, agreed on, and reported.
+
+Alone, a rank reads for itself. Together with others it first agrees that all of them know what they
+want; then they choose how to read (`choice`), and read: each for itself (`direct`), or each byte
+once for all (`cooperative`). If that fails on one rank, all are told.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dcp_reshard.catalog import Catalog, StoredObject
+from dcp_reshard.choice import (
+    Choice,
+    choose_by_bytes,
+    choose_by_place,
+    estimate_bytes,
+    find_place,
+)
+from dcp_reshard.cooperative import CooperativeRead
+from dcp_reshard.direct import DirectRead, WantedPart
+from dcp_reshard.domains import IntArray
+from dcp_reshard.lockstep import Lockstep
+from dcp_reshard.options import ReaderOptions
+from dcp_reshard.report import Cooperation
+from dcp_reshard.storage import CountingSource
+
+__all__ = ["JobRead"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JobRead:
+    """How a rank reads."""
+
+    mode: str
+    """``"direct"``, ``"cooperative"`` or ``"auto"``."""
+
+    source: CountingSource
+    """Where the bytes come from."""
+
+    catalog: Catalog
+    """What the checkpoint holds."""
+
+    options: ReaderOptions
+    """How to read."""
+
+    lockstep: Lockstep | None
+    """The ranks that read together; None if this one reads alone."""
+
+    on_progress: Callable[[int, int], None] | None
+    """Called with bytes done and bytes in all."""
+
+    def run(
+        self, resolve: Callable[[], tuple[Sequence[WantedPart], Sequence[StoredObject]]]
+    ) -> tuple[DirectRead | CooperativeRead, Cooperation]:
+        """Read; a collective call, unless this rank reads alone.
+
+        Args:
+            resolve: Gives the parts and objects that this rank wants. May fail.
+
+        Raises:
+            StorageError: Bytes could not be read.
+            CheckpointFormatError: An item is not what the metadata say.
+            DtypeMismatchError: A cast overflowed.
+            PeerFailedError: Another rank failed.
+        """
+        if self.lockstep is None:
+            direct = DirectRead(self.source, self.catalog, self.options, self.on_progress)
+            self._read_and_close(direct, *resolve())
+            return direct, Cooperation(mode="direct", reason="this rank reads alone")
+        with self.lockstep.held_interrupts():
+            return self._run_together(self.lockstep, resolve)
+
+    def _run_together(
+        self,
+        lockstep: Lockstep,
+        resolve: Callable[[], tuple[Sequence[WantedPart], Sequence[StoredObject]]],
+    ) -> tuple[DirectRead | CooperativeRead, Cooperation]:
+        with lockstep.phase("finding out what it wants", facts=2) as told:
+            parts, objects = resolve()
+            told.own = find_place(self.source)
+        places = told.all
+        read = CooperativeRead(self.source, self.catalog, self.options, lockstep, self.on_progress)
+        choice = choose_by_place(places)
+        if self.mode != "auto":
+            choice = Choice("direct" if self.mode == "direct" else "cooperative", "asked for")
+        survey = None
+        if choice is None or choice.mode == "cooperative":
+            survey = read.survey(parts, objects)
+        if choice is None:
+            assert survey is not None
+            with lockstep.phase("estimating what it would read", facts=1) as told:
+                told.own = (estimate_bytes(parts, objects, self.options),)
+            choice = choose_by_bytes(
+                places,
+                told.all[:, 0],
+                unique_bytes=survey.unique_bytes,
+                options=self.options,
+            )
+        logger.info("reading in mode %r: %s", choice.mode, choice.reason)
+        if choice.mode == "direct":
+            direct = DirectRead(self.source, self.catalog, self.options, self.on_progress)
+            with lockstep.phase("reading its parts", facts=1) as told:
+                self._read_and_close(direct, parts, objects)
+                told.own = (self.source.bytes_read,)
+            return direct, Cooperation(
+                mode="direct", reason=choice.reason, imbalance=_imbalance(told.all[:, 0])
+            )
+        assert survey is not None
+        try:
+            read.run(survey)
+        except BaseException:
+            self.source.close()
+            raise
+        with lockstep.phase("closing its files", facts=1) as told:
+            self.source.close()
+            told.own = (self.source.bytes_read,)
+        return read, Cooperation(
+            mode="cooperative",
+            reason=choice.reason,
+            bytes_sent=read.bytes_sent,
+            bytes_received=read.bytes_received,
+            rounds=read.rounds,
+            imbalance=_imbalance(told.all[:, 0]),
+        )
+
+    def _read_and_close(
+        self, read: DirectRead, parts: Sequence[WantedPart], objects: Sequence[StoredObject]
+    ) -> None:
+        try:
+            read.run(parts, objects)
+        finally:
+            # Also after a failure: a job that tries again must not run out of descriptors. That a
+            # file has changed explains most other errors, so it may take their place.
+            self.source.close()
+
+
+def _imbalance(bytes_read: IntArray) -> float:
+    mean = float(bytes_read.mean())
+    return float(bytes_read.max()) / mean if mean else 1.0
