@@ -184,6 +184,9 @@ class Catalog:
     digest: str = ""
     """Hash of the metadata read; equal on all ranks that see the same checkpoint."""
 
+    read_from: tuple[str, ...] = ()
+    """Names of the files that it was read from."""
+
     notes: tuple[str, ...] = ()
     """What whoever loads from the checkpoint should know of how its files were understood."""
 

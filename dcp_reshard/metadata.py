@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dcp_reshard.catalog import Catalog
 from dcp_reshard.catalog_builder import build_catalog
@@ -89,4 +89,5 @@ def read_catalog(source: ByteSource) -> Catalog:
         data = read_bytes(source, name, 0, source.size(name))
         digest.update(len(data).to_bytes(8, "little") + data)
         entries.append(unpickle_metadata(data, file=name))
-    return build_catalog(entries, digest=digest.hexdigest())
+    catalog = build_catalog(entries, digest=digest.hexdigest())
+    return replace(catalog, read_from=tuple(parts))

@@ -48,13 +48,16 @@ from dcp_reshard.options import ReaderOptions
 from dcp_reshard.portable import portable, to_portable
 from dcp_reshard.report import ReadStats
 from dcp_reshard.retry import RetryingSource
-from dcp_reshard.storage import CountingSource
+from dcp_reshard.storage import CountingSource, read_bytes
 from dcp_reshard.torch_metadata import broken_metadata, catalog_of, to_torch_metadata
 from dcp_reshard.verdict import check_records
 
 __all__ = ["ReshardStorageReader"]
 
 logger = logging.getLogger(__name__)
+
+_FINGERPRINT_FILES = 4
+_FINGERPRINT_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +198,26 @@ class ReshardStorageReader(StorageReader):
         keys = hashlib.blake2b(digest_size=16)
         for fqn in sorted({item.dest_index.fqn for item in plan.items}):
             keys.update(fqn.encode(errors="surrogatepass") + b"\0")
-        digest = _PlanDigest(self._catalog.digest, keys.hexdigest(), len(plan.items))
+        digest = _PlanDigest(self._fingerprint(), keys.hexdigest(), len(plan.items))
         self.waiting_for = "make their plans"
         if not self.options.keep_plan_local:
             return replace(plan, storage_data=digest)
         self._items = plan.items
         return replace(plan, items=[], storage_data=digest)
+
+    def _fingerprint(self) -> str:
+        """A digest of the metadata as this rank sees it, also if another rank has read it.
+
+        The end of a ``.metadata`` file has the id of its save: a rank that sees the folder of
+        another checkpoint is found out by a few bytes.
+        """
+        assert self._source is not None
+        digest = hashlib.blake2b(self._catalog.digest.encode(), digest_size=16)
+        for name in self._catalog.read_from[:_FINGERPRINT_FILES]:
+            size = self._source.size(name)
+            end = read_bytes(self._source, name, max(0, size - _FINGERPRINT_BYTES), size)
+            digest.update(size.to_bytes(8, "little") + end)
+        return digest.hexdigest()
 
     @portable
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -155,16 +155,7 @@ def load_another(rank: int, paths: list[Path], way: str) -> dict[int, BaseExcept
     return failures
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "dcp.load",
-        pytest.param(
-            "dcp_reshard.load",
-            marks=pytest.mark.xfail(reason="metadata are read by one rank and sent to the others"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("way", ["dcp.load", "dcp_reshard.load"])
 def test_ranks_that_see_different_checkpoints(tmp_path: Path, way: str) -> None:
     """Two saves of one training, one on some nodes and one on others, are not mixed up."""
     paths = [tmp_path / "first", tmp_path / "second"]
