@@ -143,6 +143,7 @@ def make_report(plan: ReadPlan, reader: ReshardStorageReader, *, rank: int) -> L
         records_verified=stats.records_verified,
         records_unverified=stats.records_unverified,
         cooperation=stats.cooperation,
+        notes=stats.notes,
         casts=tuple((c.fqn, str(c.stored), str(c.wanted)) for c in plan.casts),
         missing=plan.missing,
         unexpected=plan.unexpected,

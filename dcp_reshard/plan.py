@@ -230,6 +230,7 @@ def plan_reads(
                 f"has an object that is not a tensor",
                 fqn=fqn,
             )
+        stored.check_usable()
         cast = _check_match(fqn, stored, want, options.dtype_policy)
         if cast is not None:
             casts.append(cast)

@@ -252,15 +252,15 @@ class ReshardStorageReader(StorageReader):
         started = resolved = time.perf_counter()
         parts: list[tuple[ReadItem, WantedPart]] = []
         objects: list[ReadItem] = []
+        known: dict[str, bytes] = {}
 
         def resolve() -> tuple[list[WantedPart], list[StoredObject]]:
             nonlocal parts, objects, resolved
             parts, objects = self._resolve(self._planned_items(plan), planner)
+            stored = [self._catalog.objects[item.storage_index.fqn] for item in objects]
+            known.update((o.fqn, o.known.contents(o.fqn)) for o in stored if o.known is not None)
             resolved = time.perf_counter()
-            return (
-                [part for _, part in parts],
-                [self._catalog.objects[item.storage_index.fqn] for item in objects],
-            )
+            return [part for _, part in parts], [o for o in stored if o.known is None]
 
         job = JobRead(
             self.mode, self._source, self._catalog, self.options, lockstep, self.on_progress
@@ -276,12 +276,14 @@ class ReshardStorageReader(StorageReader):
             group=self.process_group,
         )
         for item in objects:
-            self._load_object(item, read.objects[item.storage_index.fqn], planner)
+            fqn = item.storage_index.fqn
+            self._load_object(item, known[fqn] if fqn in known else read.objects[fqn], planner)
         for item, part in parts:
             planner.commit_tensor(item, part.dest)
         self.stats.requests = self._source.requests
         self.stats.bytes_read = self._source.bytes_read
         self.stats.retries = self._retrying.retries
+        self.stats.notes = self._catalog.notes
         self.stats.bytes_direct = read.bytes_direct
         self.stats.chunks_read = len({(part.stored.fqn, part.chunk) for _, part in parts})
         self.stats.chunks_read_whole = tuple(sorted(read.chunks_read_whole))
@@ -369,6 +371,8 @@ class ReshardStorageReader(StorageReader):
                     f"key `{index.fqn}`: the checkpoint has no chunk at {index.offset!r}",
                     fqn=index.fqn,
                 )
+            # Planners other than ours do not ask.
+            stored.check_usable()
             dest = planner.resolve_tensor(item).detach()
             if tuple(dest.size()) != tuple(item.lengths):
                 raise PlanError(

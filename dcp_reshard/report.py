@@ -72,6 +72,9 @@ class ReadStats:
     cooperation: Cooperation = field(default_factory=Cooperation)
     """How the ranks of the load have read together."""
 
+    notes: tuple[str, ...] = ()
+    """What the catalog says of how the checkpoint's files were understood."""
+
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by phase."""
 
@@ -204,6 +207,9 @@ class LoadReport:
     optimizer: OptimizerReport | None = None
     """What became of each parameter, if the state of an optimizer was loaded by name."""
 
+    notes: tuple[str, ...] = ()
+    """How the checkpoint's files were understood, where that is not plain."""
+
     @property
     def read_amplification(self) -> float:
         """Bytes read over bytes wanted; 0 if nothing was wanted."""
@@ -237,6 +243,7 @@ class LoadReport:
         if self.retries:
             rows.append(("retried", f"{self.retries} calls to the storage, after errors"))
         casts = [f"{fqn} ({stored} to {wanted})" for fqn, stored, wanted in self.casts]
+        rows += [("note", note) for note in self.notes]
         for label, names in (
             ("cast", casts),
             ("missing", self.missing),

@@ -117,7 +117,8 @@ class Verification:
             for chunk, (file, start, length) in enumerate(places):
                 yield _StoredItem(Item(files[file], start, length), fqn, chunk)
         for fqn, value in self.catalog.objects.items():
-            yield _StoredItem(Item(files[value.file], value.start, value.length), fqn, None)
+            if value.known is None:
+                yield _StoredItem(Item(files[value.file], value.start, value.length), fqn, None)
 
     def _check_file(self, name: str, entries: Sequence[_StoredItem]) -> None:
         size = self.source.size(name)
