@@ -34,7 +34,7 @@ from dcp_reshard.optimizer_keys import find_stored_optimizer, groups_path, renam
 from dcp_reshard.optimizer_memory import make_memory
 from dcp_reshard.optimizer_options import OptimizerOptions
 from dcp_reshard.outcome import own_errors
-from dcp_reshard.param_names import describe_nearest, match_names, shorten
+from dcp_reshard.param_names import canonical_name, describe_nearest, match_names, shorten
 from dcp_reshard.plan import PlanOptions
 from dcp_reshard.planner import ReshardLoadPlanner
 from dcp_reshard.report import OptimizerReport
@@ -214,5 +214,5 @@ class _Load:
             without_state=tuple(name for s, name in pairs if s not in set(self._with_state)),
             new=tuple(n for s, n in zip(found.stored, names, strict=True) if s is None),
             extra=found.unused,
-            renamed=tuple((name, s) for s, name in pairs if s != name),
+            renamed=tuple((n, s) for s, n in pairs if canonical_name(n) != canonical_name(s)),
         )

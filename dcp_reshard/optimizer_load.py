@@ -243,9 +243,9 @@ class _OptimizerLoad:
                     continue
                 self._known.append(live)
                 stored = [by_param.get(match[o] or "", ()) for o in live.originals]
-                names = [o.names[0] for o, keys in zip(live.originals, stored, strict=True) if keys]
+                names = [o.name for o, keys in zip(live.originals, stored, strict=True) if keys]
                 without += [
-                    o.names[0] for o, keys in zip(live.originals, stored, strict=True) if not keys
+                    o.name for o, keys in zip(live.originals, stored, strict=True) if not keys
                 ]
                 if not live.param.requires_grad:
                     frozen += names

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from dcp_reshard.errors import OptimizerStateError
 from dcp_reshard.optimizer_options import OptimizerOptions
 from dcp_reshard.optimizer_params import LiveParam, Original
-from dcp_reshard.param_names import describe_nearest, match_names, shorten
+from dcp_reshard.param_names import canonical_name, describe_nearest, match_names, shorten
 from dcp_reshard.saved_groups import SavedGroups
 
 __all__ = ["ParamMatch", "match_params"]
@@ -32,7 +32,7 @@ class ParamMatch:
     """Names in the checkpoint that no parameter has."""
 
     renamed: tuple[tuple[str, str], ...]
-    """Name in the model and in the checkpoint, where they differ."""
+    """Name in the model and in the checkpoint, where they differ by more than wrappers."""
 
 
 def match_params(
@@ -54,7 +54,7 @@ def match_params(
             one side only and the options do not allow it.
     """
     originals = [o for group in groups for live in group for o in live.originals]
-    own = [o.names[0] for o in originals]
+    own = [o.name for o in originals]
     if saved.numbered:
         names: tuple[str | None, ...] = _match_positions(groups, saved, options)
         unused = tuple(name for name in with_state if name not in set(names))
@@ -82,7 +82,7 @@ def match_params(
             f"{shorten(unused)}",
             fqn=unused[0],
         )
-    renamed = tuple((name, s) for name, s in pairs if s is not None and s != name)
+    renamed = tuple((n, s) for n, s in pairs if s is not None and canonical_name(s) != n)
     return ParamMatch(
         dict(zip(originals, names, strict=True)),
         new,

@@ -19,7 +19,7 @@ from dcp_reshard.box import Box
 from dcp_reshard.errors import OptimizerStateError
 from dcp_reshard.flat_range import flat_range_boxes
 from dcp_reshard.layout import LocalShard, TensorLayout
-from dcp_reshard.param_names import shorten
+from dcp_reshard.param_names import canonical_name, shorten
 
 __all__ = ["LiveParam", "Original", "collect_live_params", "slice_layout"]
 
@@ -37,6 +37,11 @@ class Original:
     part: FlatSlice | None = None
     """Which elements this rank holds, and where in the optimizer's parameter; None if that is the
     parameter itself."""
+
+    @property
+    def name(self) -> str:
+        """Its first name, without the parts that wrappers add, for people to read."""
+        return canonical_name(self.names[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +97,7 @@ def collect_live_params(
 def _check_real(param: torch.Tensor, originals: Sequence[Original]) -> None:
     local = param.to_local() if isinstance(param, DTensor) else param
     if not isinstance(local, ShardedTensor) and local.is_meta:
-        name = originals[0].names[0]
+        name = originals[0].name
         raise OptimizerStateError(
             f"parameter `{name}` is on the meta device: give it memory before its optimizer's "
             f"state is loaded",

@@ -111,9 +111,9 @@ class StatePlan:
             model = slot.memory if slot.memory is not None else self.wanted.get(slot.keys[0])
             if not isinstance(model, torch.Tensor):
                 raise OptimizerStateError(
-                    f"parameter `{live.originals[0].names[0]}`: it has no state in the checkpoint, "
+                    f"parameter `{live.originals[0].name}`: it has no state in the checkpoint, "
                     f"and zeros cannot stand for {_text(path)}, which is not a tensor",
-                    fqn=live.originals[0].names[0],
+                    fqn=live.originals[0].name,
                 )
             shape, param = tuple(model.size()), like.param
             if has_param_shape(path, shape, tuple(param.size())):
@@ -122,9 +122,9 @@ class StatePlan:
                 zeros = torch.zeros_like(model)
             else:
                 raise OptimizerStateError(
-                    f"parameter `{live.originals[0].names[0]}`: it has no state in the checkpoint, "
+                    f"parameter `{live.originals[0].name}`: it has no state in the checkpoint, "
                     f"and zeros cannot stand for {_text(path)} of shape {shape!r}",
-                    fqn=live.originals[0].names[0],
+                    fqn=live.originals[0].name,
                 )
             slots[path] = _Slot((), zeros, slot.as_float)
 
@@ -170,7 +170,7 @@ class StatePlan:
     def _add_whole(
         self, key: StateKey, original: Original, param: torch.Tensor, group: Mapping[str, Any]
     ) -> _Slot:
-        name = original.names[0]
+        name = original.name
         stored = self.catalog.tensors.get(key.key)
         memory = None
         if stored is not None:
@@ -193,7 +193,7 @@ class StatePlan:
             device = param.device if on_device else torch.device("cpu")
             return _Slot(
                 tuple(
-                    self._want(key.key, _empty(tensor, device), original.names[0])
+                    self._want(key.key, _empty(tensor, device), original.name)
                     for (original, key), tensor in zip(parts, stored, strict=True)
                 ),
                 as_float=step_on_device(path, group),
@@ -202,7 +202,7 @@ class StatePlan:
         dtype = state_dtype(path, first, param, self.options)
         memory = torch.zeros_like(param, dtype=dtype, requires_grad=False)
         for (original, key), tensor in zip(parts, stored, strict=True):
-            name = original.names[0]
+            name = original.name
             if tensor is None or tensor.shape != original.shape:
                 shape = None if tensor is None else tensor.shape
                 raise OptimizerStateError(
@@ -214,7 +214,7 @@ class StatePlan:
             if tensor.dtype != first.dtype:
                 raise OptimizerStateError(
                     f"parameter `{name}`: {_text(path)} was saved as {tensor.dtype}, that of "
-                    f"`{parts[0][0].names[0]}` as {first.dtype}, but they are one flat parameter "
+                    f"`{parts[0][0].name}` as {first.dtype}, but they are one flat parameter "
                     f"now",
                     fqn=name,
                 )
@@ -225,7 +225,7 @@ class StatePlan:
         """Check that all originals of a flat parameter have the same kinds of state."""
         kinds: dict[frozenset[KeyPath], list[str]] = {}
         for original, keys in zip(live.originals, stored, strict=True):
-            kinds.setdefault(frozenset(key.path for key in keys), []).append(original.names[0])
+            kinds.setdefault(frozenset(key.path for key in keys), []).append(original.name)
         if self.options.on_no_state == "zeros":
             kinds.pop(frozenset(), None)
         if len(kinds) > 1:

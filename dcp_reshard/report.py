@@ -37,6 +37,9 @@ class Cooperation:
     rounds: int = 0
     """Rounds of reading and exchanging."""
 
+    buffer_bytes: int = 0
+    """Bytes of the buffers that windows were read into, and pieces sent from and received in."""
+
     imbalance: float = 1.0
     """Bytes read by the rank that has read most, over the mean of all ranks."""
 
@@ -103,7 +106,11 @@ class HyperParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerReport:
-    """What a load did with each parameter of an optimizer. Names are those of the model."""
+    """What a load did with each parameter of an optimizer.
+
+    Names are those of the model, without the parts that wrappers add; from
+    `load_sharded_optimizer_state_dict`, those of its `model_state_dict`.
+    """
 
     restored: tuple[str, ...] = ()
     """Parameters whose state is as it was saved."""
@@ -121,7 +128,7 @@ class OptimizerReport:
     """Parameters with saved state that are frozen now: among `restored`, or left out by option."""
 
     renamed: tuple[tuple[str, str], ...] = ()
-    """Name in the model and in the checkpoint, where they differ."""
+    """Name in the model and in the checkpoint, where they differ by more than wrappers."""
 
     hyper_parameters: tuple[HyperParameter, ...] = ()
     """What the groups got that they did not have, and what they did not get."""

@@ -1,0 +1,194 @@
+"""Optimizers of real processes: what ranks agree on, and parameters that FSDP1 leaves alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from dcp_reshard import (
+    OptimizerOptions,
+    ReshardStorageReader,
+    load_optimizer,
+    load_sharded_optimizer_state_dict,
+)
+from tests.support.training import (
+    LAYOUTS,
+    Net,
+    make_optimizer,
+    read_whole,
+    same,
+    save_training,
+    train,
+)
+from tests.support.worlds import gloo_world
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.filterwarnings("ignore::UserWarning:torch[.]distributed[.].*"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:torch[.]distributed[.].*"),
+]
+
+
+def build(layout: str, *, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = LAYOUTS[layout][1](Net())
+    optimizer = make_optimizer("adamw", model)
+    train(model, optimizer, start=0, steps=steps)
+    return model, optimizer
+
+
+def save(rank: int, layout: str, path: str) -> None:
+    save_training(path, *build(layout, steps=2))
+
+
+def message_of(error: CheckpointException) -> dict[int, str]:
+    return {rank: f"{type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()}
+
+
+def load_with_a_stranger(rank: int, path: str) -> dict[int, str]:
+    model, optimizer = build("fsdp2-2", steps=1)
+    if rank == 1:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    before = optimizer.state_dict()
+    try:
+        load_optimizer(model, optimizer, path, optimizer_key="train.optim")
+    except CheckpointException as error:
+        after = optimizer.state_dict()
+        assert after["param_groups"] == before["param_groups"]
+        assert all(
+            torch.equal(after["state"][i]["exp_avg"].to_local(), s["exp_avg"].to_local())
+            for i, s in before["state"].items()
+        )
+        return message_of(error)
+    raise AssertionError("loaded")
+
+
+def test_an_error_of_one_rank_reaches_all_and_changes_nothing(tmp_path: Path) -> None:
+    """A rank whose optimizer does not fit fails the load of all ranks; no optimizer has changed."""
+    path = str(tmp_path)
+    gloo_world(2, save, "fsdp2-2", path)
+    for messages in gloo_world(2, load_with_a_stranger, path):
+        assert list(messages) == [1]
+        assert "is not in the model" in messages[1]
+
+
+def load_renamed(rank: int, path: str) -> dict[int, str]:
+    model, _ = build("fsdp2-2", steps=0)
+    params = {f"other{rank}.{name}": p for name, p in model.state_dict().items()}
+    try:
+        load_sharded_optimizer_state_dict(
+            model.state_dict() if rank == 0 else params, "train.optim", ReshardStorageReader(path)
+        )
+    except CheckpointException as error:
+        return message_of(error)
+    raise AssertionError("loaded")
+
+
+def test_a_rank_that_finds_nothing_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+    """Names are compared inside the load: if one rank's model has others, all ranks hear of it."""
+    path = str(tmp_path)
+    gloo_world(2, save, "fsdp2-2", path)
+    for messages in gloo_world(2, load_renamed, path):
+        assert list(messages) == [1]
+        assert "OptimizerStateError: nothing to restore" in messages[1]
+
+
+class Mixed(nn.Module):
+    """A net with a part that FSDP1 ignores, and a weight that is used twice inside one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.scale = nn.Linear(5, 5)
+        self.twin = nn.Linear(6, 14, bias=False)
+        self.twin.weight = self.net.up.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale(self.net(x)) + self.twin(x).mean()
+
+
+def build_mixed(kind: str, *, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    inner = Mixed()
+    model = FullyShardedDataParallel(
+        inner,
+        ignored_modules=[inner.scale],
+        use_orig_params=kind == "originals",
+        device_id=torch.device("cpu"),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, start=0, steps=steps)
+    return model, optimizer
+
+
+def save_mixed(rank: int, path: str, kind: str) -> None:
+    model, optimizer = build_mixed(kind, steps=2)
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=path)
+
+
+def load_mixed(rank: int, path: str, again: str, kind: str) -> tuple[Any, ...]:
+    model, optimizer = build_mixed(kind, steps=0)
+    report = load_optimizer(model, optimizer, path).optimizer
+    assert report is not None
+    inner = model.module
+    state = {p: s["exp_avg"] for p, s in optimizer.state.items()}
+    assert type(state[inner.scale.weight]) is torch.Tensor
+    assert state[inner.scale.weight].shape == (5, 5)
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=again)
+    train(model, optimizer, start=2, steps=1)
+    return report.restored, report.extra, report.new
+
+
+@pytest.mark.parametrize(
+    ("source", "dest"),
+    [("originals", "originals"), ("originals", "flat"), ("flat", "originals"), ("flat", "flat")],
+)
+def test_state_follows_ignored_and_shared_parameters_of_fsdp1(
+    source: str, dest: str, tmp_path: Path
+) -> None:
+    """Ignored modules keep plain state, a shared weight has one, and the next step works."""
+    first, again = str(tmp_path / "first"), str(tmp_path / "again")
+    gloo_world(2, save_mixed, first, source)
+    reports = gloo_world(3, load_mixed, first, again, dest)
+    assert same(read_whole(first)["optimizer"]["state"], read_whole(again)["optimizer"]["state"])
+    for restored, extra, new in reports:
+        assert len(restored) == 6
+        assert extra == new == ()
+
+
+def load_partly(rank: int, path: str, on_no_state: Any) -> dict[str, torch.Tensor] | str:
+    model = LAYOUTS["fsdp1-2-flat"][1](Net())
+    optimizer = make_optimizer("adamw", model, grouped=False)
+    options = OptimizerOptions(on_no_state=on_no_state)
+    try:
+        load_optimizer(model, optimizer, path, optimizer_options=options)
+    except CheckpointException as error:
+        return message_of(error)[dist.get_rank()]
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=f"{path}2")
+    return {}
+
+
+def test_part_of_a_flat_parameter_cannot_be_without_state(tmp_path: Path) -> None:
+    """Frozen then, in a flat parameter now: refused by name, or zeros beside what was saved."""
+    model = Net()
+    model.up.bias.requires_grad_(False)
+    optimizer = make_optimizer("adamw", model, grouped=False)
+    train(model, optimizer, start=0, steps=2)
+    saved = get_optimizer_state_dict(model, optimizer)
+    dcp.save({"optimizer": saved}, checkpoint_id=tmp_path)
+    for message in gloo_world(2, load_partly, str(tmp_path), "leave"):
+        assert "`up.weight`" in message
+        assert "`up.bias` with no state" in message
+        assert "use_orig_params=True" in message
+    gloo_world(2, load_partly, str(tmp_path), "zeros")
+    state = read_whole(f"{tmp_path}2")["optimizer"]["state"]
+    assert torch.equal(state["up.bias"]["exp_avg"], torch.zeros(14))
+    assert same(state["up.weight"], saved["state"]["up.weight"])
