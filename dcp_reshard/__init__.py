@@ -34,6 +34,7 @@ from dcp_reshard.optimizer_options import OptimizerOptions
 from dcp_reshard.options import ReaderOptions, RetryPolicy
 from dcp_reshard.plan import PlanOptions, ReadPlan, Want, plan_reads
 from dcp_reshard.planner import ReshardLoadPlanner
+from dcp_reshard.rank_files import RankGrid
 from dcp_reshard.rank_values import RankValueWarning
 from dcp_reshard.reader import ReshardStorageReader
 from dcp_reshard.report import HyperParameter, LoadReport, OptimizerReport
@@ -68,6 +69,7 @@ __all__ = [
     "PlanError",
     "PlanOptions",
     "Problem",
+    "RankGrid",
     "RankValueWarning",
     "ReadPlan",
     "ReaderOptions",

@@ -10,15 +10,15 @@ Reads the directory, the records' headers and ``data.pkl``; no elements.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dcp_reshard.container import Read, Record, read_directory
 from dcp_reshard.errors import CheckpointFormatError
-from dcp_reshard.payload import find_dtype, find_tensor, read_pickle
+from dcp_reshard.payload import Payload, find_dtype, find_tensor, read_pickle
 from dcp_reshard.pickle_data import Call, Global, Persistent, check_extent, interpret_pickle
 
-__all__ = ["NotData", "read_torch_file"]
+__all__ = ["NotData", "flatten_values", "read_torch_file"]
 
 _MAX_RECORDS = 1 << 18
 _MAX_PICKLE_BYTES = 64 * 2**20
@@ -94,3 +94,61 @@ def _kind(value: object) -> str:
             return value.name.replace(" ", ".")
         case _:
             return type(value).__name__
+
+
+def flatten_values(values: Mapping[str, object]) -> dict[tuple[str | int, ...], object]:
+    """The leaves of a nested dict by key path, as `dcp.save` flattens state dicts.
+
+    Dicts are looked into, and lists that hold dicts or tensors; another list, and any tuple, is one
+    value. A value that holds a tensor or a `NotData` somewhere inside is `NotData`.
+
+    Example:
+        >>> flatten_values({"a": {"b": [1, 2]}, "groups": [{"lr": 0.5}]})
+        {('a', 'b'): [1, 2], ('groups', 0, 'lr'): 0.5}
+
+    Raises:
+        CheckpointFormatError: Two values have one key path: those of keys 0 and "0", say.
+    """
+    leaves: dict[tuple[str | int, ...], object] = {}
+
+    def visit(path: tuple[str | int, ...], value: object) -> None:
+        if isinstance(value, dict):
+            for key, child in value.items():
+                visit((*path, str(key)), child)
+        elif isinstance(value, list) and not _is_leaf(value):
+            for i, child in enumerate(value):
+                visit((*path, i), child)
+        elif path in leaves:
+            raise CheckpointFormatError(f"two values have the key path {path!r:.200}")
+        else:
+            leaves[path] = _as_data(value)
+
+    visit((), dict(values))
+    return leaves
+
+
+def _is_leaf(values: Sequence[object]) -> bool:
+    return not any(
+        isinstance(value, (dict, Payload)) or (isinstance(value, list) and not _is_leaf(value))
+        for value in values
+    )
+
+
+def _as_data(value: object) -> object:
+    odd = None if isinstance(value, Payload) else _find_odd(value)
+    return value if odd is None else NotData(odd)
+
+
+def _find_odd(value: object) -> str | None:
+    """What there is in a value that is not data."""
+    children: Iterable[object] = ()
+    match value:
+        case NotData():
+            return value.kind
+        case Payload():
+            return "tensor in a tuple"
+        case dict():
+            children = value.values()
+        case list() | tuple():
+            children = value
+    return next((odd for child in children if (odd := _find_odd(child)) is not None), None)
