@@ -1,49 +1,78 @@
 """State dicts to measure with: Llama-like, with Adam state, in any of the usual layouts.
 
-Every element is its flat index in the global tensor (as bits), so that a load into a wrong place
-shows.
+An element is its flat index in the global tensor plus a number of the tensor's own, as bits: a load
+into a wrong place shows, and so does a load of another tensor of the same shape.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-__all__ = ["PRESETS", "Layout", "Preset", "check_state", "make_state", "parse_layout"]
+from benchmarks.layouts import Layout, Shape
 
-Shape = tuple[int, ...]
+__all__ = [
+    "PRESETS",
+    "Preset",
+    "WrongLoadError",
+    "check_state",
+    "checkpoint_bytes",
+    "clear_state",
+    "local_tensors",
+    "make_state",
+]
+
+State = dict[str, Any]
+
+_STEP = 7.0
+_SENTINEL = -1.0
+_GROUP = {
+    "lr": 3e-4,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
     """Sizes of a model."""
 
-    layers: int
-    width: int
-    hidden: int
-    vocabulary: int
+    layers: int = 0
+    width: int = 0
+    hidden: int = 0
+    vocabulary: int = 0
     small_tensors: int = 0
-    """If not 0: this many tensors of 1 KiB instead of a model."""
+    """If not 0: this many tensors of 1 KiB, without an optimizer, instead of a model."""
 
 
 PRESETS = {
-    "xs": Preset(2, 512, 1408, 4096),
-    "s": Preset(4, 1024, 2816, 8192),
-    "m": Preset(8, 1536, 4096, 16384),
-    "l": Preset(12, 2048, 5632, 16384),
-    "small": Preset(0, 0, 0, 0, small_tensors=10_000),
+    "xs": Preset(2, 320, 896, 4096),  # 60 MB
+    "s": Preset(4, 768, 2048, 9000),  # 0.46 GB
+    "m": Preset(6, 1024, 2816, 12288),  # 1.1 GB
+    "l": Preset(8, 1536, 4096, 16384),  # 3 GB
+    "small": Preset(small_tensors=10_000),  # 10 MB
 }
 
 
-def shapes_of(preset: Preset) -> Iterator[tuple[str, Shape]]:
-    """Names and shapes of the parameters."""
+class WrongLoadError(Exception):
+    """A load did not bring back what was saved: its time is worth nothing."""
+
+
+def _parameters(preset: Preset) -> Iterator[tuple[str, Shape]]:
     if preset.small_tensors:
         yield from ((f"table.{i}.weight", (256,)) for i in range(preset.small_tensors))
         return
@@ -51,123 +80,102 @@ def shapes_of(preset: Preset) -> Iterator[tuple[str, Shape]]:
     yield "tok_embeddings.weight", (preset.vocabulary, width)
     for layer in range(preset.layers):
         for name, shape in {
-            "wq": (width, width),
-            "wk": (width // 4, width),
-            "wv": (width // 4, width),
-            "wo": (width, width),
-            "w1": (hidden, width),
-            "w2": (width, hidden),
-            "w3": (hidden, width),
-            "norm": (width,),
+            "attention.wq": (width, width),
+            "attention.wk": (width // 4, width),
+            "attention.wv": (width // 4, width),
+            "attention.wo": (width, width),
+            "feed_forward.w1": (hidden, width),
+            "feed_forward.w2": (width, hidden),
+            "feed_forward.w3": (hidden, width),
+            "attention_norm": (width,),
+            "ffn_norm": (width,),
         }.items():
             yield f"layers.{layer}.{name}.weight", shape
+    yield "norm.weight", (width,)
     yield "output.weight", (preset.vocabulary, width)
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A mesh, and how it cuts a parameter."""
+class _Entry(NamedTuple):
+    """A sharded tensor of a state dict."""
 
-    mesh: Shape
-    place: Callable[[str, Shape], list[Placement]]
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of the mesh."""
-        return int(torch.Size(self.mesh).numel())
+    path: tuple[str, ...]
+    fqn: str
+    shape: Shape
 
 
-def _tensor_parallel(fqn: str, shape: Shape) -> Placement:
-    if len(shape) < 2:
-        return Replicate()
-    return Shard(1) if re.search(r"\.(wo|w2)\.", fqn) else Shard(0)
-
-
-def parse_layout(name: str) -> Layout:
-    """A layout from its name: fsdp8, tp8, col8, hsdp2x4, fsdp4_tp2."""
-    numbers = [int(n) for n in re.findall(r"\d+", name)]
-    kind = re.sub(r"\d+", "", name)
-    if kind == "fsdp":
-        return Layout((numbers[0],), lambda fqn, shape: [Shard(0)])
-    if kind == "tp":
-        return Layout((numbers[0],), lambda fqn, shape: [_tensor_parallel(fqn, shape)])
-    if kind == "col":
-        return Layout((numbers[0],), lambda fqn, shape: [Shard(len(shape) - 1)])
-    if kind == "hsdpx":
-        return Layout((numbers[0], numbers[1]), lambda fqn, shape: [Replicate(), Shard(0)])
-    if kind == "fsdp_tp":
-
-        def place(fqn: str, shape: Shape) -> list[Placement]:
-            inner = _tensor_parallel(fqn, shape)
-            outer = Shard(0)
-            if inner == Shard(0):
-                outer = _StridedShard(0, split_factor=numbers[1])
-            return [outer, inner]
-
-        return Layout((numbers[0], numbers[1]), place)
-    raise ValueError(f"layout {name!r} is not fsdpN, tpN, colN, hsdpNxM or fsdpN_tpM")
-
-
-def _full(shape: Shape) -> torch.Tensor:
-    return (
-        torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(torch.float32).view(shape)
-    )
-
-
-def _entries(preset: Preset) -> Iterator[tuple[tuple[str, ...], Shape]]:
-    for fqn, shape in shapes_of(preset):
-        yield ("model", fqn), shape
+def _entries(preset: Preset) -> Iterator[_Entry]:
+    for fqn, shape in _parameters(preset):
+        yield _Entry(("model", fqn), fqn, shape)
         if not preset.small_tensors:
-            yield ("optimizer", "state", fqn, "exp_avg"), shape
-            yield ("optimizer", "state", fqn, "exp_avg_sq"), shape
+            for name in ("exp_avg", "exp_avg_sq"):
+                yield _Entry(("optimizer", "state", fqn, name), fqn, shape)
 
 
-def _cut(full: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DTensor:
-    return distribute_tensor(full, mesh, placements, src_data_rank=None)
+def checkpoint_bytes(preset: Preset) -> int:
+    """Bytes of all tensors, each counted once."""
+    return sum(4 * prod(entry.shape) for entry in _entries(preset))
 
 
-def make_state(preset: Preset, layout: Layout, *, filled: bool) -> dict[str, Any]:
-    """This rank's state dict; with `filled` False, all elements are -1."""
+def _make_tensor(entry: _Entry, layout: Layout, mesh: DeviceMesh) -> DTensor:
+    # A communication-free cut of the tensor at hand, which is torch's own: the oracle of the check.
+    number = zlib.crc32(".".join(entry.path).encode()) % 2**31
+    full = torch.arange(prod(entry.shape), dtype=torch.int32).add_(number)
+    full = full.view(torch.float32).view(entry.shape)
+    return distribute_tensor(full, mesh, layout.place(entry.fqn, entry.shape), src_data_rank=None)
+
+
+def make_state(preset: Preset, layout: Layout) -> State:
+    """This rank's state dict, with the values that are to be saved."""
     mesh = init_device_mesh("cpu", layout.mesh)
-    state: dict[str, Any] = {"model": {}, "optimizer": {"state": {}, "param_groups": []}}
-    names = []
-    for path, shape in _entries(preset):
-        value = _cut(
-            _full(shape), mesh, layout.place(path[-1] if len(path) == 2 else path[2], shape)
-        )
-        if not filled:
-            value.to_local().fill_(-1.0)
+    state: State = {"model": {}}
+    for entry in _entries(preset):
         inner = state
-        for part in path[:-1]:
+        for part in entry.path[:-1]:
             inner = inner.setdefault(part, {})
-        inner[path[-1]] = value
-        if path[0] == "model":
-            names.append(path[1])
-    for param_state in state["optimizer"]["state"].values():
-        param_state["step"] = torch.tensor(7.0 if filled else -1.0)
-    groups = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1, "params": names}
-    state["optimizer"]["param_groups"].append(groups)
+        inner[entry.path[-1]] = _make_tensor(entry, layout, mesh)
+    if "optimizer" in state:
+        for param_state in state["optimizer"]["state"].values():
+            param_state["step"] = torch.tensor(_STEP)
+        state["optimizer"]["param_groups"] = [{**_GROUP, "params": list(state["model"])}]
     return state
 
 
-def check_state(preset: Preset, layout: Layout, state: dict[str, Any]) -> int:
-    """Compare every element of a loaded state dict, and return how many there were.
+def local_tensors(state: State) -> list[torch.Tensor]:
+    """The memory that a load into `state` fills on this rank."""
+    optimizer = state.get("optimizer", {"state": {}})
+    return [
+        value.to_local() if isinstance(value, DTensor) else value
+        for values in (state["model"], *optimizer["state"].values())
+        for value in values.values()
+    ]
+
+
+def clear_state(state: State) -> None:
+    """Set everything that a load is to bring back to something else."""
+    for tensor in local_tensors(state):
+        tensor.fill_(_SENTINEL)
+    for group in state.get("optimizer", {}).get("param_groups", ()):
+        group.update(dict.fromkeys(group, "not loaded"))
+
+
+def check_state(preset: Preset, layout: Layout, state: State, *, loader: str) -> None:
+    """Compare every element of a loaded state dict, and every other value.
 
     Raises:
-        ValueError: A tensor differs.
+        WrongLoadError: Something differs.
     """
     mesh = init_device_mesh("cpu", layout.mesh)
-    count = 0
-    for path, shape in _entries(preset):
+    for entry in _entries(preset):
         value: Any = state
-        for part in path:
+        for part in entry.path:
             value = value[part]
-        fqn = path[1] if len(path) == 2 else path[2]
-        wanted = _cut(_full(shape), mesh, layout.place(fqn, shape)).to_local().view(torch.int32)
-        if not torch.equal(value.to_local().view(torch.int32), wanted):
-            raise ValueError(f"{'.'.join(path)} was not loaded right")
-        count += wanted.numel()
+        loaded = value.to_local().view(torch.int32)
+        if not torch.equal(loaded, _make_tensor(entry, layout, mesh).to_local().view(torch.int32)):
+            raise WrongLoadError(f"{loader}: `{'.'.join(entry.path)}` was not loaded right")
+    if "optimizer" not in state:
+        return
     for fqn, param_state in state["optimizer"]["state"].items():
-        if float(param_state["step"]) != 7.0:
-            raise ValueError(f"the step of {fqn} was not loaded")
-    return count
+        if param_state["step"].item() != _STEP:
+            raise WrongLoadError(f"{loader}: the step of `{fqn}` was not loaded right")
+    if state["optimizer"]["param_groups"] != [{**_GROUP, "params": list(state["model"])}]:
+        raise WrongLoadError(f"{loader}: the parameter group was not loaded right")
