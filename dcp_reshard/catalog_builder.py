@@ -8,7 +8,8 @@ and each tensor gets its slice of them. What is checked: see `metadata`.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ from dcp_reshard.unpickle import (
     SizeEntry,
     StorageEntry,
     TensorEntry,
+    TupleEntry,
 )
 
 __all__ = ["build_catalog"]
@@ -38,6 +40,9 @@ _SUPPORTED_VERSIONS = (None, "1.0.0")
 
 _Place = tuple[int, int, int]
 """Number of the file, first byte and length of an item."""
+
+_Key = tuple[str, tuple[int, ...] | bytes | None]
+"""Key of a tensor or object, and offsets of the chunk; see `_chunk_key`."""
 
 _Chunk = tuple[tuple[int, ...], tuple[int, ...], _Place]
 """Offsets, sizes and place of a chunk."""
@@ -67,7 +72,7 @@ class _Tensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: list[_Chunk] = field(default_factory=list)
-    boxes: set[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=set)
+    boxes: set[bytes] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -102,10 +107,10 @@ class _Builder:
                     f"key `{fqn}`: described by a {type(entry).__name__}", fqn=fqn
                 )
         if places:
-            fqn, offset = next(iter(places))
+            fqn, _ = next(iter(places))
             raise CheckpointFormatError(
-                f"key `{fqn}`: {len(places)} storage entries belong to no chunk, the first at "
-                f"{offset!r}",
+                f"key `{fqn}`: a storage entry that belongs to no chunk, and {len(places) - 1} "
+                f"more of this kind",
                 fqn=fqn,
             )
         self._add_key_paths(metadata.planner_data, described)
@@ -123,10 +128,8 @@ class _Builder:
         catalog.check_disjoint()
         return catalog
 
-    def _places(
-        self, storage: Mapping[object, object]
-    ) -> dict[tuple[str, tuple[int, ...] | None], _Place]:
-        places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
+    def _places(self, storage: Mapping[object, object]) -> dict[_Key, _Place]:
+        places: dict[_Key, _Place] = {}
         for index, entry in storage.items():
             if (
                 type(index) is not IndexEntry
@@ -135,11 +138,12 @@ class _Builder:
                 or not hasattr(entry, "length")
             ):
                 raise CheckpointFormatError("storage_data does not map indices to storage entries")
-            key = (index.fqn, index.offset)
-            if type(key[0]) is not str or type(key[1]) not in (SizeEntry, type(None)):
+            fqn, offset = index.fqn, index.offset
+            if type(fqn) is not str or type(offset) not in (SizeEntry, type(None)):
                 raise CheckpointFormatError(
-                    f"a storage entry for the chunk of {_show(key[0])} at {_show(key[1])}"
+                    f"a storage entry for the chunk of {_show(fqn)} at {_show(offset)}"
                 )
+            key = (fqn, None) if offset is None else _chunk_key(fqn, offset)
             if key in places:
                 raise CheckpointFormatError(
                     f"key `{index.fqn}`: two storage entries for the chunk at {index.offset!r}"
@@ -175,7 +179,7 @@ class _Builder:
         self,
         fqn: str,
         entry: TensorEntry,
-        places: dict[tuple[str, tuple[int, ...] | None], _Place],
+        places: dict[_Key, _Place],
     ) -> None:
         shape = getattr(entry, "size", None)
         dtype = getattr(getattr(entry, "properties", None), "dtype", None)
@@ -192,7 +196,7 @@ class _Builder:
         tensor = self.tensors.get(fqn)
         again = tensor is not None
         if tensor is None:
-            tensor = self.tensors[fqn] = _Tensor(shape, dtype)
+            tensor = self.tensors[fqn] = _Tensor(tuple(shape), dtype)
         if (tensor.shape, tensor.dtype) != (shape, dtype) or fqn in self.objects:
             raise CheckpointFormatError(
                 f"tensor `{fqn}`: {tensor.shape!r} of {tensor.dtype} in one metadata file, "
@@ -202,7 +206,7 @@ class _Builder:
         if type(entry.chunks) is not list:
             raise CheckpointFormatError(f"tensor `{fqn}`: its chunks are not a list", fqn=fqn)
         if again and not tensor.boxes:
-            tensor.boxes = {(offsets, sizes) for offsets, sizes, _ in tensor.chunks}
+            tensor.boxes = {_box_key(offsets, sizes) for offsets, sizes, _ in tensor.chunks}
         for chunk in entry.chunks:
             offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
             if type(chunk) is not ChunkEntry or type(offsets) is not SizeEntry:
@@ -216,15 +220,15 @@ class _Builder:
                     f"{len(shape)} dims",
                     fqn=fqn,
                 )
-            place = places.pop((fqn, offsets), None)
+            place = places.pop(_chunk_key(fqn, offsets), None)
             if place is None:
                 raise CheckpointFormatError(
                     f"tensor `{fqn}`: the chunk at {offsets!r} is described but not stored", fqn=fqn
                 )
             if not again:
                 tensor.chunks.append((offsets, sizes, place))
-            elif (offsets, sizes) not in tensor.boxes:
-                tensor.boxes.add((offsets, sizes))
+            elif _box_key(offsets, sizes) not in tensor.boxes:
+                tensor.boxes.add(_box_key(offsets, sizes))
                 tensor.chunks.append((offsets, sizes, place))
 
     def _add_key_paths(self, planner_data: object, described: Mapping[str, object]) -> None:
@@ -232,9 +236,19 @@ class _Builder:
         if not isinstance(planner_data, dict):
             return
         for fqn, path in planner_data.items():
-            parts = type(path) is tuple and path
+            parts = path.parts if type(path) is TupleEntry else type(path) is tuple and path
             if parts and fqn in described and all(type(p) in (str, int) for p in parts):
                 self.key_paths.setdefault(fqn, parts)
+
+
+def _chunk_key(fqn: str, offsets: SizeEntry) -> _Key:
+    # Any number of tuples of three integers with one hash can be made up, which turns a dict of
+    # them into a list. The hash of bytes is another one in each process.
+    return fqn, tuple(offsets) if len(offsets) < 3 else array("q", offsets).tobytes()
+
+
+def _box_key(offsets: Sequence[int], sizes: Sequence[int]) -> bytes:
+    return array("q", (*offsets, *sizes)).tobytes()
 
 
 def _stored_tensors(tensors: Mapping[str, _Tensor], ndim: int) -> dict[str, StoredTensor]:

@@ -10,10 +10,12 @@ A pickle is a program. Two gates stand before it:
 2. An unpickler whose `find_class` knows only the names below. Each stands for an inert record
    of this module with the expected fields and nothing else; torch's own classes are not built.
 
-Tuples need care of their own. Python hashes a tuple by a recursion in C that knows no limit: with a
-few hundred thousand of them inside one another as the key of a dict, the process is gone. So
-`check_opcodes` tells where tuples are built of anything but integers or arguments of a call; an
-opcode is put in behind each, by which the unpickler shows us the tuple, and none may be in another.
+Tuples need care of their own, as keys of dicts. Python hashes a tuple by a recursion in C that
+knows no limit: with a few hundred thousand of them inside one another, the process is gone. And the
+hash is known, so that any number of tuples of integers can be made up that share one: a dict of
+them takes quadratic time. So `check_opcodes` tells where tuples are built of anything but one or
+two small integers or arguments of a call; an opcode is put in behind each, by which the unpickler
+shows us the tuple, none may be in another, and what it becomes has no hash.
 
 Any other name, field, or opcode is an error.
 """
@@ -41,6 +43,7 @@ __all__ = [
     "StorageEntry",
     "StorageMetaEntry",
     "TensorEntry",
+    "TupleEntry",
     "check_opcodes",
     "unpickle_metadata",
 ]
@@ -56,8 +59,8 @@ _PLAIN = rb"(NRaeb}\])su\x81\x88\x89\x94\x93"
 _TUPLE_OPCODES = b"t\x85\x86\x87"
 _INT = rb"(?:K.|M..|J.{4})"
 _FLAT_TUPLES = (
-    # One to three integers, more than three, and arguments: what is called checks these itself.
-    rb"%b(?:\x85|%b(?:\x86|%b\x87))|\(%b+t|[t\x85-\x87](?:\x94|q.)?R" % ((_INT,) * 4)
+    # One or two integers, and arguments: what is called checks these itself.
+    rb"%b(?:\x85|%b\x86)|[t\x85-\x87](?:\x94|q.)?R" % ((_INT,) * 2)
 )
 # Byte offsets from 2 GiB on.
 _LONGS = rb"\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8})"
@@ -76,14 +79,16 @@ _LONG_BINPUT = 0x72
 _MEMO_BYTES = {b"\x94": 1, b"q": 2, b"r": 5}
 _STOP = 0x2E
 _GLOBAL = 0x63
-_MAX_LONG_BYTES = 16
+# Of longer ones, any number with one hash can be made up.
+_MAX_LONG_BYTES = 8
 
 
 def check_opcodes(data: bytes, *, file: str) -> list[int]:
     """Check that a pickle consists of allowed opcodes only, ends with STOP, and stays in bounds.
 
     Returns:
-        Where opcodes end that build a tuple of anything but integers or arguments of a call.
+        Where opcodes end that build a tuple of anything but one or two small integers, or arguments
+        of a call.
 
     Raises:
         UnsafeCheckpointError: An opcode that writing metadata does not need.
@@ -272,15 +277,31 @@ class _Properties:
     def __setstate__(self, state: object) -> None:
         if hasattr(self, "dtype"):
             raise CheckpointFormatError("TensorProperties: state is set twice")
-        if type(state) is not tuple or len(state) != 5 or not isinstance(state[0], torch.dtype):
-            raise CheckpointFormatError(f"TensorProperties: state {state!r:.200} is not understood")
-        self.dtype: torch.dtype = state[0]
+        parts = state.parts if type(state) is TupleEntry else ()
+        if len(parts) != 5 or not isinstance(parts[0], torch.dtype):
+            raise CheckpointFormatError("TensorProperties: its state is not understood")
+        self.dtype: torch.dtype = parts[0]
+
+
+class TupleEntry:
+    """Stands for a tuple, of which no part is a tuple."""
+
+    __slots__ = ("parts",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        self.parts = parts
+
+    def __setstate__(self, state: object) -> None:
+        """Refuse what the tuple would not have."""
+        raise CheckpointFormatError("a tuple cannot be given state")
 
 
 class SizeEntry(tuple[int, ...]):
     """Stands for `torch.Size`: integers from 0 to 2**63-1, checked."""
 
     __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
 
 
 class _Function:
@@ -309,12 +330,14 @@ def _empty_dict() -> dict[object, object]:
 
 
 def _size(values: object) -> SizeEntry:
-    if type(values) is not tuple and type(values) is not list:
+    if type(values) is TupleEntry:
+        values = values.parts
+    elif type(values) is not tuple and type(values) is not list:
         raise CheckpointFormatError(f"a size of type {type(values).__name__}")
     for value in values:
         if type(value) is not int or not 0 <= value < 1 << 63:
             raise CheckpointFormatError(
-                f"a size with {value!r:.100}, not an integer from 0 to 2**63-1"
+                f"a size with a {type(value).__name__}, not an integer from 0 to 2**63-1"
             )
     return SizeEntry(values)
 
@@ -371,9 +394,9 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: object) -> object:
         """Look at a tuple; `_show_tuples` put in the opcode, `check_opcodes` lets no other pass."""
-        if type(pid) is not tuple or any(type(part) is tuple for part in pid):
+        if type(pid) is not tuple or any(type(part) in (tuple, TupleEntry) for part in pid):
             raise UnsafeCheckpointError("tuples in tuples are not needed for metadata: refused")
-        return pid
+        return TupleEntry(pid)
 
 
 def _show_tuples(data: bytes, tuples: list[int]) -> bytes:
