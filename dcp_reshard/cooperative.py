@@ -104,6 +104,9 @@ class CooperativeRead:
     rounds: int = 0
     """Rounds of reading and exchanging."""
 
+    buffer_bytes: int = 0
+    """Bytes of the buffers that windows were read into, and pieces sent from and received in."""
+
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds in which windows were read, and pieces exchanged."""
 
@@ -199,6 +202,7 @@ class CooperativeRead:
         self.records = exchange.reader.records
         self.chunks_read_whole = exchange.reader.read_whole
         self.rounds = len(exchange.rounds)
+        self.buffer_bytes = exchange.buffer_bytes
         for index in range(self.rounds):
             self.bytes_sent += sum(exchange.outgoing.travelling(index))
             self.bytes_received += sum(exchange.incoming.travelling(index))

@@ -142,6 +142,9 @@ class Exchange:
     exchange_seconds: float = 0.0
     """Time in which pieces were exchanged, waiting for other ranks included."""
 
+    buffer_bytes: int = 0
+    """Bytes of all buffers."""
+
     _windows: tuple[torch.Tensor, ...] = field(default=(), init=False)
     _send: torch.Tensor = field(init=False)
     _receive: torch.Tensor = field(init=False)
@@ -197,6 +200,8 @@ class Exchange:
         )
         travelling = max(sum(self.incoming.travelling(i)) for i in range(len(self.rounds)))
         self._receive = torch.empty(travelling, dtype=torch.uint8, device=device)
+        buffers = (*self._windows, self._send, self._receive)
+        self.buffer_bytes = sum(buffer.nbytes for buffer in buffers)
 
     def _read(self, index: int) -> Window:
         started = time.perf_counter()

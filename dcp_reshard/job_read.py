@@ -125,6 +125,7 @@ class JobRead:
             bytes_sent=read.bytes_sent,
             bytes_received=read.bytes_received,
             rounds=read.rounds,
+            buffer_bytes=read.buffer_bytes,
             imbalance=_imbalance(told.all[:, 0]),
         )
 
