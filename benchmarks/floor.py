@@ -97,7 +97,9 @@ class Recorder:
         return at >= 0 and address + buffer.nbytes <= self._spans[at][1]
 
 
-def make_floor(path: str, reads: Sequence[_Read], *, threads: int) -> Callable[[], Mapping]:
+def make_floor(
+    path: str, reads: Sequence[_Read], *, threads: int
+) -> Callable[[], Mapping[str, float]]:
     """A function that does the recorded reads again; it returns no phases."""
     largest = max((b for r in reads for b in r.buffers if isinstance(b, int)), default=0)
     # From one allocation per thread, filled with zeros, so that its pages are there.
@@ -154,5 +156,5 @@ def _work(
             name, offset, buffers = jobs[i]
             if os.preadv(files[name], buffers, offset) != sum(b.nbytes for b in buffers):
                 raise EOFError(f"file {name!r}: a read at byte {offset} came back short")
-    except BaseException as error:  # noqa: BLE001
+    except BaseException as error:
         failed.append(error)

@@ -2,174 +2,149 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+import cProfile
+import io
+import pstats
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from benchmarks.states import PRESETS, check_state, make_state, parse_layout
+from benchmarks.floor import Recorder, make_floor
+from benchmarks.layouts import parse_layout
+from benchmarks.meters import Sample, drop_page_cache, measure
+from benchmarks.states import (
+    PRESETS,
+    State,
+    check_state,
+    clear_state,
+    local_tensors,
+    make_state,
+)
 from dcp_reshard import ReaderOptions, ReshardLoadPlanner, ReshardStorageReader
-from dcp_reshard.catalog import Catalog
 from dcp_reshard.metadata import DcpCheckpoint
-from dcp_reshard.storage import ByteSource
+from dcp_reshard.options import Verify
 
-__all__ = ["LOADERS", "Sample", "load_rank", "save_rank"]
+__all__ = ["LOADERS", "Job", "RankResult", "load_rank", "save_rank"]
 
 LOADERS = ("stock", "unverified", "verified", "floor")
+_VERIFY: dict[str, Verify] = {"unverified": "off", "verified": "available"}
+
+Load = Callable[[], Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A job that loads."""
+
+    path: str
+    """Folder of the checkpoint."""
+
+    preset: str
+    """Name of the sizes."""
+
+    layout: str
+    """Name of the layout to load into."""
+
+    repeats: int
+    """Timed loads by each loader."""
+
+    mode: str
+    """Mode of our reader."""
+
+    cold: bool
+    """Whether the page cache is dropped before each timed load."""
+
+    profile: int
+    """Lines of a profile of one more load by rank 0, which is not timed; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One load by one rank."""
+class RankResult:
+    """What one rank has measured."""
 
-    wall: float
-    cpu: float
-    bytes_read: int
-    peak_bytes: int
+    dest_bytes: int
+    """Bytes of this rank's tensors."""
 
+    samples: Mapping[str, list[Sample]]
+    """Samples by loader, one per round."""
 
-@dataclass(slots=True)
-class _Recorder:
-    """A checkpoint that notes which ranges are asked for; a `CatalogSource` and a `ByteSource`."""
+    mode: str
+    """The mode in which ours has read."""
 
-    checkpoint: DcpCheckpoint
-    ranges: list[tuple[str, int, int]] = field(default_factory=list)
-    source: ByteSource | None = None
-
-    def open(self) -> ByteSource:
-        self.source = self.checkpoint.open()
-        return self
-
-    def read_catalog(self, source: ByteSource) -> Catalog:
-        return self.checkpoint.read_catalog(source)
-
-    def names(self) -> list[str]:
-        return self._inner.names()
-
-    def size(self, name: str) -> int:
-        return self._inner.size(name)
-
-    def read_into(self, name: str, offset: int, buffers: Any) -> None:
-        self.ranges.append((name, offset, sum(b.nbytes for b in buffers)))
-        self._inner.read_into(name, offset, buffers)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    @property
-    def _inner(self) -> ByteSource:
-        assert self.source is not None
-        return self.source
+    profile: str
+    """A profile, as text."""
 
 
-def save_rank(rank: int, path: str, preset: str, layout: str) -> None:
+def save_rank(
+    rank: int,
+    path: str,
+    preset: str,
+    layout: str,
+    sync: bool,  # noqa: FBT001
+) -> None:
     """Save with stock `dcp.save`."""
-    state = make_state(PRESETS[preset], parse_layout(layout), filled=True)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(path, sync_files=False))
+    state = make_state(PRESETS[preset], parse_layout(layout))
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path, sync_files=sync))
 
 
-def load_rank(
-    rank: int, path: str, preset: str, layout: str, repeats: int, *, cold: bool
-) -> tuple[int, dict[str, list[Sample]]]:
-    """Load with each loader in turn, `repeats` times after a first round that is checked.
-
-    Returns:
-        Bytes of this rank's tensors, and samples by loader.
-    """
-    model, place = PRESETS[preset], parse_layout(layout)
-    state = make_state(model, place, filled=False)
-    wanted = 4 * check_after(_loader("stock", path, state), model, place, state)
-    check_after(_loader("unverified", path, state), model, place, state)
-    check_after(_loader("verified", path, state), model, place, state)
-    recorder = _Recorder(DcpCheckpoint(path))
-    dcp.load(state, storage_reader=ReshardStorageReader(recorder), planner=ReshardLoadPlanner())
-    floor = _floor(path, recorder.ranges)
+def load_rank(rank: int, job: Job) -> RankResult:
+    """Load with each loader in turn, `repeats` times after a round that is checked, not timed."""
+    preset, layout = PRESETS[job.preset], parse_layout(job.layout)
+    state = make_state(preset, layout)
+    dests = local_tensors(state)
+    loads: dict[str, Load] = {"stock": lambda: _load_stock(job.path, state)}
+    for name, verify in _VERIFY.items():
+        loads[name] = _our_loader(job.path, state, mode=job.mode, verify=verify)
+    for name, load in loads.items():
+        clear_state(state)
+        load()
+        check_state(preset, layout, state, loader=name)
+    recorder = Recorder(DcpCheckpoint(job.path), dests)
+    reader = ReshardStorageReader(recorder, mode=job.mode, options=ReaderOptions(verify="off"))
+    dcp.load(state, storage_reader=reader, planner=ReshardLoadPlanner())
+    loads["floor"] = make_floor(job.path, recorder.reads, threads=ReaderOptions().num_threads)
+    loads["floor"]()
     samples: dict[str, list[Sample]] = {name: [] for name in LOADERS}
-    for _ in range(repeats):
+    for _ in range(job.repeats):
         for name in LOADERS:
-            load = floor if name == "floor" else _loader(name, path, state)
-            if cold:
-                _drop_page_cache(path)
-            samples[name].append(_measure(load))
-    return wanted, samples
-
-
-def check_after(load: Callable[[], None], model: Any, place: Any, state: dict[str, Any]) -> int:
-    """Load into elements set to -1, and compare them all."""
-    for values in (state["model"], *state["optimizer"]["state"].values()):
-        for value in values.values():
-            (value.to_local() if hasattr(value, "to_local") else value).fill_(-1.0)
-    load()
-    return check_state(model, place, state)
-
-
-def _loader(name: str, path: str, state: dict[str, Any]) -> Callable[[], None]:
-    if name == "stock":
-        return lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(path))
-    options = ReaderOptions(verify="available" if name == "verified" else "off")
-    return lambda: dcp.load(
-        state,
-        storage_reader=ReshardStorageReader(path, options=options),
-        planner=ReshardLoadPlanner(),
+            if job.cold:
+                drop_page_cache(job.path)
+            samples[name].append(measure(loads[name]))
+    # A timed load that put something into a wrong place would show here, unless a later one mended
+    # it. That it filled everything was seen above.
+    check_state(preset, layout, state, loader="timed loads")
+    return RankResult(
+        dest_bytes=sum(tensor.nbytes for tensor in dests),
+        samples=samples,
+        mode=reader.stats.cooperation.mode,
+        profile=_profile(loads["verified"], lines=job.profile) if job.profile else "",
     )
 
 
-def _floor(path: str, ranges: list[tuple[str, int, int]]) -> Callable[[], None]:
-    """The same ranges by bare `preadv` into memory that is there already."""
-    buffers = [memoryview(bytearray(length)) for _, _, length in ranges]
-    threads = ReaderOptions().num_threads
-
-    def read() -> None:
-        files = {name: os.open(Path(path, name), os.O_RDONLY) for name, _, _ in ranges}
-
-        def read_one(job: tuple[tuple[str, int, int], memoryview]) -> None:
-            (name, offset, _), buffer = job
-            os.preadv(files[name], [buffer], offset)
-
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(read_one, zip(ranges, buffers, strict=True)))
-        for descriptor in files.values():
-            os.close(descriptor)
-
-    return read
+def _load_stock(path: str, state: State) -> Mapping[str, float]:
+    dcp.load(state, storage_reader=dcp.FileSystemReader(path))
+    return {}
 
 
-def _measure(load: Callable[[], None]) -> Sample:
-    Path("/proc/self/clear_refs").write_text("5")  # peak memory counts from now
-    memory, rchar = _status("VmRSS"), _rchar()
-    dist.barrier()
-    cpu, wall = time.process_time(), time.perf_counter()
-    load()
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return Sample(wall, cpu, _rchar() - rchar, _status("VmHWM") - memory)
+def _our_loader(path: str, state: State, *, mode: str, verify: Verify) -> Load:
+    def load() -> Mapping[str, float]:
+        reader = ReshardStorageReader(path, mode=mode, options=ReaderOptions(verify=verify))
+        dcp.load(state, storage_reader=reader, planner=ReshardLoadPlanner())
+        return reader.stats.seconds
+
+    return load
 
 
-def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def _rchar() -> int:
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
-def _drop_page_cache(path: str) -> None:
-    dist.barrier()
-    if dist.get_rank() == 0:
-        for file in Path(path).iterdir():
-            descriptor = os.open(file, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
-    dist.barrier()
-
-
-torch.set_num_threads(1)
+def _profile(load: Load, *, lines: int) -> str:
+    """Where the main thread of rank 0 spends its time; the other ranks just load."""
+    if dist.get_rank() != 0:
+        load()
+        return ""
+    profiler = cProfile.Profile()
+    profiler.runcall(load)
+    text = io.StringIO()
+    for order in ("tottime", "cumulative"):
+        pstats.Stats(profiler, stream=text).strip_dirs().sort_stats(order).print_stats(lines)
+    return text.getvalue()

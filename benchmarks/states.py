@@ -21,6 +21,7 @@ from benchmarks.layouts import Layout, Shape
 __all__ = [
     "PRESETS",
     "Preset",
+    "State",
     "WrongLoadError",
     "check_state",
     "checkpoint_bytes",
