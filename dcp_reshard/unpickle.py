@@ -26,6 +26,7 @@ import io
 import itertools
 import pickle
 import re
+import reprlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -79,8 +80,8 @@ _LONG_BINPUT = 0x72
 _MEMO_BYTES = {b"\x94": 1, b"q": 2, b"r": 5}
 _STOP = 0x2E
 _GLOBAL = 0x63
-# Of longer ones, any number with one hash can be made up.
-_MAX_LONG_BYTES = 8
+# Of longer ones, thousands with one hash can be made up. 2**63 has 9 bytes.
+_MAX_LONG_BYTES = 9
 
 
 def check_opcodes(data: bytes, *, file: str) -> list[int]:
@@ -277,9 +278,11 @@ class _Properties:
     def __setstate__(self, state: object) -> None:
         if hasattr(self, "dtype"):
             raise CheckpointFormatError("TensorProperties: state is set twice")
-        parts = state.parts if type(state) is TupleEntry else ()
-        if len(parts) != 5 or not isinstance(parts[0], torch.dtype):
-            raise CheckpointFormatError("TensorProperties: its state is not understood")
+        parts = state.parts if type(state) is TupleEntry else state
+        if type(parts) is not tuple or len(parts) != 5 or not isinstance(parts[0], torch.dtype):
+            raise CheckpointFormatError(
+                f"TensorProperties: state {reprlib.repr(parts)} is not understood"
+            )
         self.dtype: torch.dtype = parts[0]
 
 
