@@ -66,20 +66,22 @@ def match_names(
         NameMatch(stored=('w', None), unused=('old',))
     """
     known = dict.fromkeys(stored)
-    found: list[str | None] = [_find_renamed(names, known, rename) for names in wanted]
-    found = [
-        name or next((own for own in names if own in known), None)
-        for name, names in zip(found, wanted, strict=True)
-    ]
-    taken = set(found)
-    canonical: dict[str, list[str]] = {}
-    for name in known:
-        if name not in taken:
-            canonical.setdefault(canonical_name(name), []).append(name)
-    users: dict[str, str] = {}
+    by_canonical_name = _by_canonical_name(known)
+    found: list[str | None] = []
+    left: list[int] = []
     for i, names in enumerate(wanted):
-        if found[i] is not None:
+        renamed = _rename(names, rename)
+        if renamed is not None:
+            must = isinstance(rename, Mapping)
+            found.append(_find_renamed(*renamed, known, by_canonical_name, must=must))
             continue
+        found.append(next((own for own in names if own in known), None))
+        if found[i] is None:
+            left.append(i)
+    canonical = _by_canonical_name(known.keys() - set(found))
+    users: dict[str, str] = {}
+    for i in left:
+        names = wanted[i]
         short = next((c for c in map(canonical_name, names) if c in canonical), None)
         if short is None:
             continue
@@ -91,22 +93,44 @@ def match_names(
     return NameMatch(tuple(found), tuple(name for name in known if name not in taken))
 
 
-def _find_renamed(
-    names: tuple[str, ...], known: Mapping[str, None], rename: Rename | None
-) -> str | None:
+def _by_canonical_name(names: Iterable[str]) -> dict[str, list[str]]:
+    canonical: dict[str, list[str]] = {}
+    for name in sorted(names):
+        canonical.setdefault(canonical_name(name), []).append(name)
+    return canonical
+
+
+def _rename(names: tuple[str, ...], rename: Rename | None) -> tuple[str, str] | None:
+    """The first name that is renamed, and its new name."""
     if rename is None:
         return None
     for name in dict.fromkeys([*names, *map(canonical_name, names)]):
         new = rename(name) if callable(rename) else rename.get(name, name)
-        if new == name:
-            continue
-        if new not in known:
-            raise OptimizerStateError(
-                f"parameter `{name}`: `rename` says that it is `{new}` in the checkpoint, where "
-                f"there is no such parameter{_nearest(new, known)}",
-                fqn=name,
-            )
+        if new != name:
+            return name, new
+    return None
+
+
+def _find_renamed(
+    name: str,
+    new: str,
+    known: Collection[str],
+    by_canonical_name: Mapping[str, Sequence[str]],
+    *,
+    must: bool,
+) -> str | None:
+    if new in known:
         return new
+    others = by_canonical_name.get(canonical_name(new), ())
+    if len(others) == 1:
+        return others[0]
+    if must:
+        # A function may well give a name for a new parameter too; a mapping names it on purpose.
+        raise OptimizerStateError(
+            f"parameter `{name}`: `rename` says that it is `{new}` in the checkpoint, where there "
+            f"is no such parameter{_nearest(new, known)}",
+            fqn=name,
+        )
     return None
 
 
