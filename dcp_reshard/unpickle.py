@@ -408,9 +408,8 @@ def _show_tuples(data: bytes, tuples: list[int]) -> bytes:
     All of it is one frame: the pickle's own frames are too short now, and it may have none.
     """
     bounds = [2, *tuples, len(data)]
-    view = memoryview(data)
-    body = b"Q".join(view[start:end] for start, end in itertools.pairwise(bounds))
-    return b"".join((view[:2], b"\x95", len(body).to_bytes(8, "little"), body))
+    body = b"Q".join([data[start:end] for start, end in itertools.pairwise(bounds)])
+    return data[:2] + b"\x95" + len(body).to_bytes(8, "little") + body
 
 
 def unpickle_metadata(data: bytes, *, file: str) -> MetadataEntry:
