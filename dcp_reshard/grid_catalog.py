@@ -127,7 +127,7 @@ class GridMerge:
         self, fqn: str, payloads: Mapping[Rank, Payload], rule: KeyRule
     ) -> StoredTensor:
         """One tensor of several files."""
-        first = next(iter(payloads.values()))
+        place, first = next(iter(payloads.items()))
         try:
             for rank, payload in payloads.items():
                 if payload.dtype != first.dtype:
@@ -138,7 +138,9 @@ class GridMerge:
             shape, chunks = self._leave_out_padding(fqn, shape, chunks, rule)
         except ValueError as error:
             self.useless.append(fqn)
-            return self._stored_tensor(fqn, first.shape, first, {}, defect=str(error))
+            # A chunk, for planners that would find nothing to read, and think nothing of it.
+            chunks = {Box.full(first.shape): Replica(self.files[place], first)}
+            return self._stored_tensor(fqn, first.shape, first, chunks, defect=str(error))
         return self._stored_tensor(fqn, shape, first, chunks)
 
     def _join_copies(

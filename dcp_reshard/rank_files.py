@@ -194,6 +194,7 @@ class RankGrid:
             tuple(contents),
             key_paths={fqn: path for path, fqn in paths.items()},
             digest=self._digest(files, contents),
+            read_from=tuple(contents),
             notes=(*rules.check_used(), *merge.notes()),
         )
 
