@@ -28,6 +28,7 @@ import pickle
 import re
 import reprlib
 from collections.abc import Callable
+from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
 import torch
@@ -348,7 +349,7 @@ def _size(values: object) -> SizeEntry:
 def _path(*parts: object) -> str:
     if len(parts) > _MAX_PATH_PARTS or not all(type(part) is str for part in parts):
         raise CheckpointFormatError("a path that does not consist of a few strings")
-    return "/".join(map(str, parts))
+    return str(PurePosixPath(*map(str, parts)))
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
