@@ -154,7 +154,7 @@ def load_mixed(rank: int, path: str, again: str, kind: str) -> tuple[Any, ...]:
 def test_state_follows_ignored_and_shared_parameters_of_fsdp1(
     source: str, dest: str, tmp_path: Path
 ) -> None:
-    """Ignored modules keep plain state, a shared weight has one, and the next step works."""
+    """Row 22: ignored modules have plain state, a shared weight has one, the next step works."""
     first, again = str(tmp_path / "first"), str(tmp_path / "again")
     gloo_world(2, save_mixed, first, source)
     reports = gloo_world(3, load_mixed, first, again, dest)
@@ -177,7 +177,7 @@ def load_partly(rank: int, path: str, on_no_state: Any) -> dict[str, torch.Tenso
 
 
 def test_part_of_a_flat_parameter_cannot_be_without_state(tmp_path: Path) -> None:
-    """Frozen then, in a flat parameter now: refused by name, or zeros beside what was saved."""
+    """Row 21: frozen then, in a flat parameter now: refused by name, or zeros by option."""
     model = Net()
     model.up.bias.requires_grad_(False)
     optimizer = make_optimizer("adamw", model, grouped=False)

@@ -106,7 +106,7 @@ def test_an_optimizer_without_state_gets_its_hyper_parameters(form: str, tmp_pat
 def test_the_optimizer_may_be_anywhere(
     nest: Callable[[Any], dict[str, Any]], key: str, tmp_path: Path
 ) -> None:
-    """At any depth, below keys with dots, beside others, or alone."""
+    """Row 24: at any depth, below keys with dots, beside others, or alone."""
     model, other = Net(), Net()
     optimizer, fresh = adamw(model), adamw(other)
     step(model, optimizer)
@@ -170,6 +170,16 @@ def test_split_groups_need_a_word(tmp_path: Path) -> None:
     assert same(state_by_name(other, fresh), state_by_name(model, optimizer))
     moved = [(h.group, h.name) for h in report.hyper_parameters if h.what == "moved"]
     assert moved == [(1, "lr")]
+
+
+def test_split_groups_of_the_flattened_form_get_what_their_parameters_had(tmp_path: Path) -> None:
+    """Row 17: values are saved for each parameter there, so there is nothing to mistake."""
+    model, other = Net(), Net()
+    optimizer, fresh = adamw(model), two_groups(other)
+    step(model, optimizer)
+    save_optimizer(tmp_path, model, optimizer, form="flattened")
+    restore(tmp_path, other, fresh)
+    assert [group["lr"] for group in fresh.param_groups] == [0.05, 0.05]
 
 
 @pytest.mark.parametrize("form", ["nested", "flattened"])

@@ -85,7 +85,7 @@ def test_the_result_is_what_torch_sets(form: str, tmp_path: Path) -> None:
 def test_the_metadata_are_read_once_and_the_planner_is_used(
     planner: Callable[[], Any], tmp_path: Path
 ) -> None:
-    """The caller's planner plans the load, of the keys below the optimizer's and no others."""
+    """Row 25: the caller's planner is asked for the keys below the optimizer's, no others."""
     saved_net(tmp_path)
     reader, own = OnceReader(tmp_path), planner()
     load_sharded_optimizer_state_dict(Net().state_dict(), "optimizer", reader, own)

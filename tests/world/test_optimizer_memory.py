@@ -78,7 +78,7 @@ def load(path: Path, model: nn.Module, how: str) -> dict[str, Any]:
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("how", ["state dict", "optimizer"])
 def test_state_lies_like_its_own_parameter(how: str, rank: int, path: Path) -> None:
-    """Plain for plain, DTensor for DTensor, each on its own mesh, whatever the others are."""
+    """Row 23: plain for plain, DTensor for DTensor on its own mesh, factored moments whole."""
     with fake_world(rank, 4):
         model = model_of(
             {
