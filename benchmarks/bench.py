@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +44,7 @@ ALL_PAIRS = (
 )
 # Free space wanted beyond the checkpoint: other people write to this disk too.
 _SPARE_BYTES = 10**9
+_ERROR_CHARS = 3000
 
 
 class Pair(NamedTuple):
@@ -171,6 +173,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write JSON."""
     options = _parse(arguments)
+    try:
+        return _run(options)
+    except BaseExceptionGroup as group:
+        # Every rank tells of the failures of all: one of them, and its end, is enough.
+        text = "".join(traceback.format_exception(group.exceptions[0]))
+        print(f"scripts/bench: {group.message}\n{text[-_ERROR_CHARS:]}", file=sys.stderr)
+        return 1
+
+
+def _run(options: argparse.Namespace) -> int:
     # So that the temporary folder is removed then, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     head = environment(options)
