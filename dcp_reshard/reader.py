@@ -152,12 +152,14 @@ class ReshardStorageReader(StorageReader):
         """
         started = time.perf_counter()
         self.stats = ReadStats()
-        self._source = self._open()
+        self._source = None
+        self.waiting_for = "read the metadata"
         group = self.process_group
         try:
             if group is None or dist.get_world_size(group) <= 1:
                 catalog = self._read_catalog()
             else:
+                # No rank may fail before this call: the others would wait in it.
                 catalog = compute_once(self._read_catalog, group=group)
         except Exception as error:
             return broken_metadata(to_portable(error))
@@ -170,7 +172,7 @@ class ReshardStorageReader(StorageReader):
         return CountingSource(self._retrying)
 
     def _read_catalog(self) -> Catalog:
-        assert self._source is not None
+        self._source = self._open()
         try:
             return self._checkpoint.read_catalog(self._source)
         finally:
