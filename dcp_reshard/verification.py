@@ -140,7 +140,8 @@ class Verification:
                 continue
             inside[entry.item] = entry
         last = max((entry.item.start + entry.item.length for entry in entries), default=0)
-        if size > last:
+        # What belongs to no item is suspicious only where items are all that there should be.
+        if size > last and not any(self._is_known(entry) for entry in entries):
             self.notes.append(f"file {name!r}: {size - last} bytes after the last item")
         probe_items(
             inside,
@@ -151,6 +152,10 @@ class Verification:
             on_item=lambda item: self._check_item(inside[item.item], item),
         )
         self._check_large()
+
+    def _is_known(self, entry: _StoredItem) -> bool:
+        stored = self.catalog.tensors.get(entry.fqn)
+        return stored is not None and stored.payloads is not None
 
     def _check_item(self, entry: _StoredItem, item: ItemBytes) -> None:
         with self._collected("item", entry):

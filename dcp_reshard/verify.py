@@ -66,6 +66,7 @@ def verify(
     run = Verification(source, Catalog({}, {}, ()), options, on_progress)
     try:
         run.catalog = checkpoint.read_catalog(source)
+        run.notes += run.catalog.notes
         run.check_coverage()
         run.check_files()
     except CheckpointFormatError as error:
