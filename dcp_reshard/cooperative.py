@@ -40,6 +40,9 @@ from dcp_reshard.windows import WindowReader
 
 __all__ = ["CooperativeRead", "Survey"]
 
+_LEAST_ROUNDS = 8
+_LEAST_ROUND_BYTES = 2**20
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Survey:
@@ -144,9 +147,10 @@ class CooperativeRead:
             options=self.options,
             lockstep=self.lockstep,
         )
-        with self.lockstep.phase("finding the blocks that it needs"):
-            needed = mark_blocks(survey.requests, index)
+        needed = np.ones(index.tape.num_blocks, dtype=np.uint8)
         if index.placed:
+            with self.lockstep.phase("finding the blocks that it needs"):
+                needed = mark_blocks(survey.requests, index)
             self.lockstep.reduce_max(needed)
         exchange = self._plan_exchange(survey, index, needed.view(np.bool_))
         exchange.run()
@@ -157,8 +161,11 @@ class CooperativeRead:
     ) -> Exchange:
         """Domains, requests and rounds; a collective call."""
         step = self.lockstep
-        with step.phase("planning its requests"):
-            slot = slot_bytes(self.options, step.size)
+        with step.phase("planning its requests") as told:
+            # Several rounds even for little, so that reading and exchanging overlap.
+            part = int(index.tape.lengths.sum()) // (_LEAST_ROUNDS * step.size)
+            most = min(max(part, _LEAST_ROUND_BYTES), self.options.max_request_bytes)
+            slot = min(slot_bytes(self.options, step.size), most)
             domains = plan_domains(index.tape, needed, num_ranks=step.size, slot_bytes=slot)
             wanted = find_pieces(survey.requests, index, domains)
             owners = domains.owners[wanted.extents]
@@ -166,7 +173,8 @@ class CooperativeRead:
             outgoing = [
                 table[np.unique(wanted.requests[owners == rank])] for rank in range(step.size)
             ]
-        tables = step.exchange_rows(outgoing, what="their requests")
+            told.counts = [len(rows) for rows in outgoing]
+        tables = step.exchange_rows(outgoing, told, what="their requests")
         with step.phase("planning rounds"):
             asked = Requests.from_rows(np.concatenate(tables))
             sources = np.repeat(np.arange(step.size), [len(rows) for rows in tables])
@@ -176,7 +184,11 @@ class CooperativeRead:
         step.reduce_max(loads)
         with step.phase("planning messages"):
             rounds = plan_rounds(
-                domains.slot_bytes, loads[0], loads[1], budget=self.options.memory_budget
+                domains.slot_bytes,
+                loads[0],
+                loads[1],
+                budget=self.options.memory_budget,
+                read_limit=most,
             )
             num_rounds = int(rounds.max(initial=-1)) + 1
             by_extent = rounds[domains.slots]

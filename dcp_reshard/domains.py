@@ -218,7 +218,9 @@ def _fill(lengths: IntArray, limit: int) -> IntArray:
     return slots
 
 
-def plan_rounds(read: IntArray, sent: IntArray, received: IntArray, *, budget: int) -> IntArray:
+def plan_rounds(
+    read: IntArray, sent: IntArray, received: IntArray, *, budget: int, read_limit: int
+) -> IntArray:
     """The round of each slot.
 
     While one round is exchanged the next one is read, so what a round reads counts twice.
@@ -228,10 +230,22 @@ def plan_rounds(read: IntArray, sent: IntArray, received: IntArray, *, budget: i
         sent: Most bytes that any rank sends.
         received: Most bytes that any rank receives.
         budget: Bytes of buffers on a rank. Only a single slot may need more.
+        read_limit: Bytes that a rank reads in a round. Only a single slot may have more.
 
     Example:
         >>> ones = np.ones(5, dtype=np.int64)
-        >>> plan_rounds(ones, ones, ones, budget=8).tolist()
+        >>> plan_rounds(ones, ones, ones, budget=8, read_limit=9).tolist()
         [0, 0, 1, 1, 2]
     """
-    return _fill(2 * read + sent + received, budget)
+    rounds = np.zeros(len(read), dtype=np.int64)
+    need = used = 0
+    for slot, (own, other) in enumerate(
+        zip(read.tolist(), (sent + received).tolist(), strict=True)
+    ):
+        need, used = need + 2 * own + other, used + own
+        if slot:
+            full = need > budget or used > read_limit
+            rounds[slot] = rounds[slot - 1] + full
+            if full:
+                need, used = 2 * own + other, own
+    return rounds

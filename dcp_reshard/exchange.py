@@ -8,7 +8,8 @@ In round k a rank
 4. exchanges: one `all_to_all_single` with uneven splits, whose sizes all ranks know;
 5. copies what it has received into the destinations, casts and moves to devices included.
 
-Pieces that a rank wants of its own window do not travel. Buffers are as large as the largest round
+Pieces that a rank wants of its own window do not travel: they are copied into place in step 2, or
+with those received where that takes a cast or a device. Buffers are as large as the largest round
 needs, and are used in every round.
 """
 
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,11 +27,11 @@ import torch
 from dcp_reshard.domains import IntArray
 from dcp_reshard.elements import split_range
 from dcp_reshard.lockstep import Lockstep
-from dcp_reshard.pieces import Pieces, Placed, Requests, stride_order
+from dcp_reshard.pieces import Pieces, Requests, stride_order
 from dcp_reshard.transfer import copy_elements
 from dcp_reshard.windows import Window, WindowReader
 
-__all__ = ["Exchange", "Messages", "Want", "sort_messages"]
+__all__ = ["Exchange", "Messages", "Place", "Want", "sort_messages"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +52,25 @@ class Want:
 
     dest: torch.Tensor
     """The destination; its shape is that of the box."""
+
+
+class Place(NamedTuple):
+    """One piece in the messages of a round."""
+
+    request: int
+    """The request that it is part of."""
+
+    first: int
+    """First element."""
+
+    last: int
+    """One past the last element."""
+
+    start: int
+    """First byte in the messages."""
+
+    nbytes: int
+    """Bytes, padding included."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,8 +95,8 @@ class Messages:
         splits[self.own] = 0
         return [int(n) for n in splits]
 
-    def places(self, index: int) -> list[tuple[int, int, int, int, int]]:
-        """Request, first and last element, start and bytes in the message of each piece."""
+    def places(self, index: int) -> list[Place]:
+        """The pieces of a round."""
         part = slice(self.bounds[index], self.bounds[index + 1])
         nbytes = self.pieces.nbytes[part]
         columns = (
@@ -85,7 +106,8 @@ class Messages:
             np.cumsum(nbytes) - nbytes,
             nbytes,
         )
-        return list(zip(*(column.tolist() for column in columns), strict=True))
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [Place(*row) for row in rows]
 
 
 def sort_messages(
@@ -148,6 +170,7 @@ class Exchange:
     _windows: tuple[torch.Tensor, ...] = field(default=(), init=False)
     _send: torch.Tensor = field(init=False)
     _receive: torch.Tensor = field(init=False)
+    _own: list[tuple[Place, torch.Tensor]] = field(default_factory=list, init=False)
     _done: int = field(default=0, init=False)
 
     def run(self) -> None:
@@ -213,45 +236,81 @@ class Exchange:
         device = self.lockstep.device
         if window.memory.device != device:
             window = replace(window, memory=window.memory.to(device))
-        for request, first, last, start, _ in self.outgoing.places(index):
-            number = int(self.requests.numbers[request])
-            offsets, sizes = self.requests.box(request, self.reader.index.numbering.ndim(number))
-            position = start
-            for view in window.views(number, offsets, sizes, first, last):
+        sent = sum(self.outgoing.travelling(index))
+        received = sum(self.incoming.travelling(index))
+        # The own pieces come last on both sides, and in the same order.
+        own = iter([place for place in self.incoming.places(index) if place.start >= received])
+        for place in self.outgoing.places(index):
+            number = int(self.requests.numbers[place.request])
+            box = self.requests.box(place.request, self.reader.index.numbering.ndim(number))
+            views = list(window.views(number, *box, place.first, place.last))
+            wanted = next(own) if place.start >= sent else None
+            if wanted is not None and self._copy_bytes(wanted, views):
+                self._done += wanted.nbytes
+                continue
+            position = place.start
+            for view in views:
                 self._send[position : position + view.numel()].view(view.shape).copy_(view)
                 position += view.numel()
+            if wanted is not None:
+                self._own.append((wanted, self._send[place.start : place.start + place.nbytes]))
 
     def _scatter(self, index: int) -> None:
-        travelling = sum(self.incoming.travelling(index))
-        sent = sum(self.outgoing.travelling(index))
         total = int(self.incoming.splits.sum())
-        for request, first, last, start, nbytes in self.incoming.places(index):
-            # The own pieces come last, in both buffers; they have stayed in the one that is sent.
-            if start < travelling:
-                message = self._receive[start : start + nbytes]
-            else:
-                at = start - travelling + sent
-                message = self._send[at : at + nbytes]
-            want = self.wants[request]
-            _scatter_piece(want, self.reader.index.placed.get(want.number), message, first, last)
-            self._done += nbytes
+        received = sum(self.incoming.travelling(index))
+        pieces = [
+            (place, self._receive[place.start : place.start + place.nbytes])
+            for place in self.incoming.places(index)
+            if place.start < received
+        ]
+        own, self._own = self._own, []
+        for place, message in (*pieces, *own):
+            want = self.wants[place.request]
+            elements = message[: (place.last - place.first) * want.dtype.itemsize].view(want.dtype)
+            done = 0
+            for part in self._parts(place):
+                source = elements[done : done + part.numel()].view(part.shape)
+                copy_elements(want.fqn, part, source)
+                done += part.numel()
+            self._done += place.nbytes
         if self._receive.is_cuda or any(want.dest.is_cuda for want in self.wants):
             # The copies must have ended before the buffers are used again.
             torch.cuda.synchronize()
         if self.on_progress is not None and total:
             self.on_progress(self._done, total)
 
+    def _copy_bytes(self, place: Place, views: Sequence[torch.Tensor]) -> bool:
+        """Copy the bytes of a piece into place, if that is all there is to do."""
+        want, parts = self.wants[place.request], self._parts(place)
+        pairs = list(zip(parts, views, strict=False))
+        if (
+            want.dest.dtype != want.dtype
+            or len(parts) != len(views)
+            or not all(_is_plain(part, view) for part, view in pairs)
+        ):
+            return False
+        for part, view in pairs:
+            part.view(torch.uint8).copy_(view.flatten(-2))
+        return True
 
-def _scatter_piece(
-    want: Want, placed: Placed | None, message: torch.Tensor, first: int, last: int
-) -> None:
-    elements = message[: (last - first) * want.dtype.itemsize].view(want.dtype)
-    dest = want.dest
-    if placed is not None:
-        dest = dest.permute(stride_order(placed.strides))
-    done = 0
-    for offsets, sizes in split_range(dest.shape, first, last):
-        box = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
-        part = dest[box]
-        copy_elements(want.fqn, part, elements[done : done + part.numel()].view(sizes))
-        done += part.numel()
+    def _parts(self, place: Place) -> list[torch.Tensor]:
+        """The memory that a piece goes to, dims in the order in which the chunk is stored."""
+        want = self.wants[place.request]
+        placed = self.reader.index.placed.get(want.number)
+        dest = want.dest
+        if placed is not None:
+            dest = dest.permute(stride_order(placed.strides))
+        return [
+            dest[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+            for offsets, sizes in split_range(dest.shape, place.first, place.last)
+        ]
+
+
+def _is_plain(part: torch.Tensor, view: torch.Tensor) -> bool:
+    return (
+        (*part.shape, part.itemsize) == view.shape
+        and part.ndim > 0
+        and part.stride(-1) == 1
+        and part.device == view.device
+        and not (part.is_conj() or part.is_neg() or part.is_inference())
+    )

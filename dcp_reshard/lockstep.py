@@ -3,9 +3,10 @@
 A rank that fails between two collective calls leaves the others waiting in the second one, until a
 timeout. So the work between calls is done in phases::
 
-    with lockstep.phase("planning"):          # this rank alone: may fail
+    with lockstep.phase("planning") as told:  # this rank alone: may fail
         rows = plan()
-    rows = lockstep.exchange_rows(rows)       # all ranks are here, or none
+        told.counts = [len(part) for part in rows]
+    rows = lockstep.exchange_rows(rows, told) # all ranks are here, or none
 
 On leaving a phase each rank tells every other whether it has failed. If one has, all raise: that
 rank its own error, the others a `PeerFailedError` that names it. Every rank hears from every other,
@@ -43,11 +44,17 @@ IntegerArray = npt.NDArray[np.integer[Any]]
 class Facts:
     """Numbers that ranks tell each other at the end of a phase."""
 
-    own: tuple[int, ...]
-    """Set these during the phase."""
+    own: tuple[int, ...] = ()
+    """For all ranks; to be set during the phase."""
 
-    all: IntArray
-    """Row r is what rank r has set; filled when the phase is over."""
+    counts: Sequence[int] = ()
+    """One for each rank; to be set during the phase."""
+
+    all: IntArray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    """Row r is what rank r has told all; filled when the phase is over."""
+
+    counts_in: Sequence[int] = ()
+    """What each rank has told this one; filled when the phase is over."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +98,7 @@ class Lockstep:
             BaseException: What the body raised.
             PeerFailedError: The phase failed on another rank, or a rank cannot be reached.
         """
-        told = Facts((0,) * facts, np.zeros((0, facts), dtype=np.int64))
+        told = Facts((0,) * facts)
         error: BaseException | None = None
         try:
             yield told
@@ -99,7 +106,8 @@ class Lockstep:
         except BaseException as caught:
             error = caught
         try:
-            rows = self._tell(what, (error is not None, *told.own))
+            counts = told.counts or [0] * self.size
+            rows = self._tell(what, [(error is not None, n, *told.own) for n in counts])
         except PeerFailedError:
             if error is not None:
                 raise error  # noqa: B904  the cause, not what follows from it
@@ -110,11 +118,11 @@ class Lockstep:
         if failed:
             ranks = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {failed}"
             raise PeerFailedError(f"{ranks} of the load failed while {what}; see the error there")
-        told.all = rows[:, 1:]
+        told.counts_in, told.all = rows[:, 1].tolist(), rows[:, 2:]
 
-    def _tell(self, what: str, row: Sequence[int]) -> IntArray:
-        """The rows of all ranks; a collective call."""
-        out = torch.tensor([row] * self.size, dtype=torch.int64, device=self.device)
+    def _tell(self, what: str, rows_out: Sequence[Sequence[int]]) -> IntArray:
+        """Send a row to each rank, and return that of each; a collective call."""
+        out = torch.tensor(rows_out, dtype=torch.int64, device=self.device)
         rows = torch.empty_like(out)
         with self._waiting(f"end {what}"):
             dist.all_to_all_single(rows, out, group=self.group)
@@ -137,26 +145,24 @@ class Lockstep:
             dist.all_reduce(tensor, op=op, group=self.group)
             array[...] = tensor.cpu().numpy()
 
-    def exchange_rows(self, outgoing: Sequence[IntArray], *, what: str) -> list[IntArray]:
+    def exchange_rows(
+        self, outgoing: Sequence[IntArray], told: Facts, *, what: str
+    ) -> list[IntArray]:
         """Send rows of numbers to each rank, and return those from each; a collective call.
 
         Args:
             outgoing: Rows for each rank, all of one width.
+            told: Their counts, from the phase before.
             what: What is exchanged, for the errors.
         """
-        width = outgoing[0].shape[1]
-        counts = torch.tensor([[len(rows)] for rows in outgoing], device=self.device)
-        counts_in = torch.empty_like(counts)
         flat = torch.from_numpy(np.concatenate(outgoing)).to(self.device)
+        received = flat.new_empty((sum(told.counts_in), flat.shape[1]))
         with self._waiting(f"send {what}"):
-            dist.all_to_all_single(counts_in, counts, group=self.group)
-            splits = counts_in.flatten().tolist()
-            received = flat.new_empty((sum(splits), width))
             dist.all_to_all_single(
-                received, flat, splits, counts.flatten().tolist(), group=self.group
+                received, flat, list(told.counts_in), list(told.counts), group=self.group
             )
             rows: IntArray = received.cpu().numpy()
-        return np.split(rows, np.cumsum(splits)[:-1])
+        return np.split(rows, np.cumsum(told.counts_in)[:-1])
 
     def exchange_bytes(
         self,

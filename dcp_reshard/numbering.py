@@ -50,6 +50,9 @@ class Numbering:
     numels: IntArray
     """Elements of the chunk; bytes of the object."""
 
+    element_bytes: IntArray
+    """Bytes of an element of each tensor; 1 for what comes after them."""
+
     @property
     def num_chunks(self) -> int:
         """Number of chunks; objects have numbers from here."""
@@ -91,9 +94,13 @@ class Numbering:
 
     def itemsizes(self, numbers: IntArray) -> IntArray:
         """Bytes of an element of each of these items."""
-        sizes = np.array([*(t.dtype.itemsize for t in self.tensors), 1], dtype=np.int64)
-        itemsizes: IntArray = sizes[self.tensor_indices(numbers)]
+        itemsizes: IntArray = self.element_bytes[self.tensor_indices(numbers)]
         return itemsizes
+
+    def itemsize(self, number: int) -> int:
+        """Bytes of an element of this item."""
+        index = np.searchsorted(self.first, number, side="right") - 1
+        return int(self.element_bytes[index])
 
     def tensor_indices(self, numbers: IntArray) -> IntArray:
         """Which of the tensors each of these items belongs to; one past the last for objects."""
@@ -117,6 +124,7 @@ def number_items(catalog: Catalog) -> Numbering:
         _column([*(t.starts for t in tensors), [o.start for o in objects]]),
         _column([*(t.lengths for t in tensors), [o.length for o in objects]]),
         _column([*(t.chunks.sizes.prod(axis=1) for t in tensors), [o.length for o in objects]]),
+        np.array([*(t.dtype.itemsize for t in tensors), 1], dtype=np.int64),
     )
 
 

@@ -62,6 +62,10 @@ class TapeIndex:
     placed: Mapping[int, Placed]
     """Chunks that are read in blocks. Each of the other items is one atomic unit."""
 
+    def unit(self, number: int) -> int:
+        """The unit of an item."""
+        return int(self.units[np.searchsorted(self.numbers, number)])
+
     def units_of(self, numbers: IntArray) -> IntArray:
         """The units of these items."""
         return self.units[np.searchsorted(self.numbers, numbers)]

@@ -70,16 +70,18 @@ def place_items(
         CheckpointFormatError: A chunk is not what the metadata say.
         PeerFailedError: Another rank failed.
     """
-    with lockstep.phase("looking into large chunks"):
+    with lockstep.phase("looking into large chunks") as told:
         (needed,) = np.nonzero(shares)
         _check_files(needed, numbering, source, lockstep)
         large = _find_large(needed, shares, numbering, options, lockstep.size)
         placed = {n: known for n in large if (known := _known(n, numbering)) is not None}
         unknown = [n for n in large if n not in placed]
         rows = _probe(unknown[lockstep.rank :: lockstep.size], numbering, source, options)
+        told.counts = [len(rows)] * lockstep.size
     if unknown:
-        told = lockstep.exchange_rows([rows] * lockstep.size, what="where large chunks lie")
-        placed |= _placed(np.concatenate(told), numbering)
+        outgoing = [rows] * lockstep.size
+        tables = lockstep.exchange_rows(outgoing, told, what="where large chunks lie")
+        placed |= _placed(np.concatenate(tables), numbering)
     return _make_index(needed, placed, numbering, block_bytes=options.block_bytes)
 
 

@@ -106,9 +106,8 @@ class Window:
             yield value.reshape(-1, 1).view(torch.uint8).to(self.memory.device)
             return
         placed = self.index.placed.get(number)
-        unit = int(self.index.units_of(np.array([number]))[0])
-        base = int(self.index.tape.positions[unit])
-        itemsize = int(self.index.numbering.itemsizes(np.array([number]))[0])
+        base = int(self.index.tape.positions[self.index.unit(number)])
+        itemsize = self.index.numbering.itemsize(number)
         if placed is None:
             strides: tuple[int, ...] = (1,)
             if number in self.payloads:

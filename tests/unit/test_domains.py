@@ -119,22 +119,29 @@ def range_of(domains: Domains, mine: Any) -> range:
     return range(first, first + int(domains.lengths[mine].sum()))
 
 
-@given(st.lists(st.tuples(*[st.integers(0, 50)] * 3), max_size=20), st.integers(1, 200))
-def test_rounds_stay_in_the_budget(loads: list[tuple[int, int, int]], budget: int) -> None:
+@given(
+    st.lists(st.tuples(*[st.integers(0, 50)] * 3), max_size=20),
+    st.integers(1, 200),
+    st.integers(1, 100),
+)
+def test_rounds_stay_in_the_budget(
+    loads: list[tuple[int, int, int]], budget: int, limit: int
+) -> None:
     """Slots of one round need no more than the budget, unless a round is a single slot."""
     read, sent, received = (ints(*(load[i] for load in loads)) for i in range(3))
-    rounds = plan_rounds(read, sent, received, budget=budget)
+    rounds = plan_rounds(read, sent, received, budget=budget, read_limit=limit)
     assert (np.diff(rounds) >= 0).all()
     assert sorted(set(rounds.tolist())) == list(range(int(rounds.max(initial=-1)) + 1))
     for index in set(rounds.tolist()):
         slots = np.flatnonzero(rounds == index)
         need = (2 * read + sent + received)[slots].sum()
-        assert need <= budget or len(slots) == 1
+        assert (need <= budget and read[slots].sum() <= limit) or len(slots) == 1
         if index:
             # No slot waits for a later round without need.
             before = np.flatnonzero(rounds == index - 1)
-            grown = (2 * read + sent + received)[[*before, slots[0]]].sum()
-            assert grown > budget
+            grown = [*before, slots[0]]
+            need = (2 * read + sent + received)[grown].sum()
+            assert need > budget or read[grown].sum() > limit
 
 
 @st.composite

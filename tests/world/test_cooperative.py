@@ -413,6 +413,7 @@ def test_other_orders_dtypes_and_forms(options: ReaderOptions, tmp_path: Path) -
     saved = {
         "turned": full.permute(2, 0, 1).contiguous().permute(1, 2, 0),
         "half": indexed_tensor((300, 100), torch.float16),
+        "other": indexed_tensor((300, 100), torch.bfloat16) / 8,
         "lazy": lazy,
         "flags": indexed_tensor((1000,), torch.bool),
         "wide": indexed_tensor((70, 90), torch.complex128),
@@ -423,12 +424,13 @@ def test_other_orders_dtypes_and_forms(options: ReaderOptions, tmp_path: Path) -
         state = {
             "turned": torch.zeros(70, 5, 90).permute(2, 0, 1),
             "half": torch.zeros(300, 100, dtype=torch.float64),
+            "other": torch.zeros(300, 100, dtype=torch.float16),
             "lazy": torch.zeros(60, 80, dtype=torch.complex64),
             "flags": torch.zeros(2000, dtype=torch.bool)[::2],
             "wide": torch.zeros(90, 70, dtype=torch.complex128).t(),
         }
         report = dcp_reshard.load(
-            state, tmp_path, mode="cooperative", dtype_policy="widen", options=options
+            state, tmp_path, mode="cooperative", dtype_policy="cast", options=options
         )
         for key, tensor in saved.items():
             assert torch.equal(state[key], tensor.to(state[key].dtype)), key
