@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,6 +212,23 @@ def test_random_grids(data: st.DataObject) -> None:
     wanted = cut(full, target, (ranks[0], ranks[1]), dim)
     assert part.shape == wanted.shape
     assert torch.equal(part, wanted)
+
+
+def test_one_split_is_held_at_a_time() -> None:
+    """Of splits that are loaded, each is let go before the next one is loaded."""
+    full = indexed_tensor((24, 6))
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def load(part: torch.Tensor) -> torch.Tensor:
+        assert all(other() is None for other in alive)
+        loaded = part.clone()
+        alive.append(weakref.ref(loaded))
+        return loaded
+
+    splits = [[LazySplit((6, 6), lambda part=part: load(part))] for part in full.chunk(4)]
+    part = reshard_tensor("w", splits, (4, 1), (3, 1), (1, 0), {"w": 0})
+    assert torch.equal(part, full[8:16])
+    assert len(alive) == 2
 
 
 def test_scalars_are_replicated() -> None:

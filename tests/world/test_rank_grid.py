@@ -64,7 +64,7 @@ def save_grid(
         for name, tensor in full.items()
     }
     for t, d in itertools.product(range(sizes[0]), range(sizes[1])):
-        mine = {name: split[t][d].contiguous() for name, split in splits.items()}
+        mine = {name: split[t][d].clone() for name, split in splits.items()}
         path = root / f"tp{t}.dp{d}.{kind}"
         if kind == "safetensors":
             path.write_bytes(safetensors_bytes(mine))
@@ -613,3 +613,21 @@ def test_ranks_with_other_rules_have_other_digests(tmp_path: Path) -> None:
     paths = [f"{tmp_path}/tp{t}.dp0.pt" for t in range(2)]
     assert str(RankGrid(paths)) == f"{paths[0]} and the other rank files"
     assert same == digest(RankGrid(paths, DIMS))
+
+
+def test_verify_reads_a_grid_end_to_end(tmp_path: Path) -> None:
+    """`verify` compares every record of rank files, and says what cannot be loaded."""
+    template = save_grid(tmp_path, FULL, (2, 2), more={"lr": 0.5})
+    report = dcp_reshard.verify(RankGrid(template, DIMS, fused=FUSED))
+    assert report.ok
+    assert report.notes == ()
+    assert report.records_unverified == 0
+    file = tmp_path / "tp1.dp0.pt"
+    data = bytearray(file.read_bytes())
+    data[data.index(FULL["rows"][12:18].numpy().tobytes()) + 7] ^= 4
+    file.write_bytes(data)
+    report = dcp_reshard.verify(RankGrid(template, DIMS, fused=FUSED))
+    assert [problem.fqn for problem in report.problems] == ["model.rows"]
+    report = dcp_reshard.verify(RankGrid(template))
+    assert {"model.rows", "model.columns"} <= {problem.fqn for problem in report.problems}
+    assert report.notes[0].startswith("not loadable, each for its own reason: `model.rows`")
