@@ -206,11 +206,11 @@ class Catalog:
             CheckpointFormatError: Two do.
         """
         tensors, objects = list(self.tensors.values()), list(self.objects.values())
-        files = np.concatenate([*(t.files for t in tensors), [o.file for o in objects]]).astype(
-            np.int64
-        )
-        starts = np.concatenate([*(t.starts for t in tensors), [o.start for o in objects]])
-        lengths = np.concatenate([*(t.lengths for t in tensors), [o.length for o in objects]])
+        # With a dtype: an empty list is one of floating-point numbers, which cannot count bytes.
+        items = np.array([(o.file, o.start, o.length) for o in objects], np.int64).reshape(-1, 3)
+        files = np.concatenate([*(t.files for t in tensors), items[:, 0]])
+        starts = np.concatenate([*(t.starts for t in tensors), items[:, 1]])
+        lengths = np.concatenate([*(t.lengths for t in tensors), items[:, 2]])
         order = np.lexsort((starts, files))
         files, starts, lengths = files[order], starts[order], lengths[order]
         bad = np.flatnonzero((files[1:] == files[:-1]) & (starts[:-1] + lengths[:-1] > starts[1:]))
