@@ -34,6 +34,9 @@ class FlatSlice:
     offset: int
     """Where that element lies in the parameter that the optimizer has."""
 
+    size: int
+    """Elements of that parameter while it is sharded, padding included."""
+
 
 def fsdp1_flat_slices(model: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[FlatSlice, ...]]:
     """Original parameters in each parameter that FSDP1 has cut from a flat one, or made flat.
@@ -67,6 +70,7 @@ def fsdp1_flat_slices(model: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[
                 info.intra_param_start_idx or 0,
                 info.intra_param_end_idx + 1 if info.in_shard else 0,
                 info.offset_in_shard or 0,
+                flat._sharded_size.numel(),
             )
             for own, shape, info in zip(names, flat._shapes, flat._shard_param_infos, strict=True)
         ]
@@ -74,5 +78,5 @@ def fsdp1_flat_slices(model: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[
             slices[flat] = tuple(held)
         elif handle.uses_sharded_strategy:
             for param, part in zip(flat._params, held, strict=True):
-                slices[param] = (replace(part, offset=0),)
+                slices[param] = (replace(part, offset=0, size=part.end - part.start),)
     return slices

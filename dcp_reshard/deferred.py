@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
+from dcp_reshard.portable import portable
+
 __all__ = ["DeferredPlanner", "read_now"]
 
 
@@ -45,6 +47,7 @@ class DeferredPlanner(LoadPlanner):
         """As the planner does; see `ReshardLoadPlanner`."""
         return bool(getattr(self.planner, "checks_objects", False))
 
+    @portable
     def set_up_planner(
         self,
         state_dict: dict[str, Any],

@@ -16,8 +16,8 @@ for a live optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,16 +28,28 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_reshard._torch import flatten_state_dict, load_state_dict, set_element
 from dcp_reshard.catalog import Catalog, KeyPath
-from dcp_reshard.deferred import DeferredPlanner
+from dcp_reshard.deferred import DeferredPlanner, read_now
 from dcp_reshard.errors import OptimizerStateError
-from dcp_reshard.optimizer_keys import find_stored_optimizer, groups_path, rename_param
-from dcp_reshard.optimizer_memory import make_memory
+from dcp_reshard.optimizer_keys import (
+    StateKey,
+    StoredOptimizer,
+    find_stored_optimizer,
+    groups_path,
+    rename_param,
+)
+from dcp_reshard.optimizer_memory import check_shapes, make_memory
 from dcp_reshard.optimizer_options import OptimizerOptions
 from dcp_reshard.outcome import own_errors
 from dcp_reshard.param_names import canonical_name, describe_nearest, match_names, shorten
 from dcp_reshard.plan import PlanOptions
 from dcp_reshard.planner import ReshardLoadPlanner
 from dcp_reshard.report import OptimizerReport
+from dcp_reshard.saved_groups import (
+    NOT_HYPER_PARAMETERS,
+    SavedGroup,
+    SavedGroups,
+    make_saved_groups,
+)
 from dcp_reshard.torch_metadata import catalog_of
 
 __all__ = ["load_sharded_optimizer_state_dict"]
@@ -92,7 +104,7 @@ def load_sharded_optimizer_state_dict(
     """
     values, _ = flatten_state_dict(model_state_dict)
     params = {name: v for name, v in values.items() if isinstance(v, torch.Tensor)}
-    load = _Load(params, optimizer_key, options or OptimizerOptions(), planner)
+    load = _Load(params, optimizer_key, options or OptimizerOptions(), storage_reader, planner)
     alone = no_dist or not (dist.is_available() and dist.is_initialized())
     group = process_group or getattr(storage_reader, "process_group", None)
     with own_errors(
@@ -119,43 +131,47 @@ class _Load:
     params: Mapping[str, torch.Tensor]
     optimizer_key: str
     options: OptimizerOptions
+    reader: StorageReader
     planner: LoadPlanner | None
     report: OptimizerReport = field(default_factory=OptimizerReport)
     _names: dict[str, str] = field(default_factory=dict)
     """Name in the model by name in the checkpoint."""
     _state: dict[str, Any] = field(default_factory=dict)
     _paths: dict[str, KeyPath] = field(default_factory=dict)
-    _groups: KeyPath | None = None
-    _with_state: list[str] = field(default_factory=list)
+    _saved: SavedGroups = field(default_factory=lambda: SavedGroups(()))
+    _groups_at: KeyPath | None = None
 
     def plan(self, metadata: Metadata) -> tuple[dict[str, Any], LoadPlanner]:
         """Decide what to load, and make memory for it."""
         catalog = catalog_of(metadata)
         stored = find_stored_optimizer(catalog, self.optimizer_key)
-        self._with_state = list(dict.fromkeys(key.param for key in stored.state))
-        in_groups = [key.group for key in stored.groups if isinstance(key.group, str)]
-        self._match([*self._with_state, *in_groups])
+        self._saved = self._read_names(stored, metadata)
+        self._groups_at = groups_path(catalog, self.optimizer_key, stored)
+        by_param: dict[str, list[StateKey]] = {}
         for key in stored.state:
-            name = self._names.get(key.param)
-            if name is not None:
+            by_param.setdefault(self._saved.names.get(key.param, key.param), []).append(key)
+        self._match([*by_param, *self._saved.params()], with_state=by_param)
+        for stored_name, name in self._names.items():
+            keys, param = by_param.get(stored_name, ()), self.params[name]
+            if self.options.make_state is None:
+                check_shapes(name, tuple(param.size()), keys, catalog)
+            for key in keys:
                 tensor = catalog.tensors.get(key.key)
                 # The planner replaces a value that is no tensor; until then it is a placeholder.
                 memory = None
                 if tensor is not None:
-                    param = self.params[name]
                     memory = make_memory(
                         key.path, tensor, param, name=name, group={}, options=self.options
                     )
-                self._want(catalog, key.key, memory, param=(key.param, name))
+                self._want(catalog, key.key, memory, renamed=(key.param, name))
         for group in stored.groups:
             tensor = catalog.tensors.get(group.key)
             memory = torch.empty(tensor.shape, dtype=tensor.dtype) if tensor is not None else None
             if not isinstance(group.group, str):
-                self._want(catalog, group.key, memory, param=None)
+                self._want(catalog, group.key, memory)
             elif group.group in self._names:
                 renamed = (group.group, self._names[group.group])
-                self._want(catalog, group.key, memory, param=renamed)
-        self._groups = groups_path(catalog, self.optimizer_key, stored)
+                self._want(catalog, group.key, memory, renamed=renamed)
         casts = self.options.state_dtype != "stored" or self.options.make_state is not None
         default = PlanOptions(dtype_policy="cast" if casts else "exact")
         return self._state, self.planner or ReshardLoadPlanner(options=default)
@@ -165,37 +181,52 @@ class _Load:
         root: dict[str, Any] = {}
         for key, path in self._paths.items():
             set_element(root, path, self._state[key])
-        if self._groups is not None:
+        if self._groups_at is not None and not self._saved.numbered:
             groups: Any = root
-            for part in self._groups:
+            for part in self._groups_at:
                 groups = groups[part]
-            # Only now it is known which parameters there were that have no state.
-            listed = [name for group in groups for name in group.get("params", ())]
-            self._match(dict.fromkeys([*self._with_state, *map(str, listed)]))
-            for group in groups:
-                names = group.get("params", ())
-                if all(isinstance(name, str) for name in names):
-                    group["params"] = [self._names[n] for n in names if n in self._names]
+            for group, saved in zip(groups, self._saved.groups, strict=True):
+                group["params"] = [self._names[n] for n in saved.params if n in self._names]
+                if "param_names" in group:
+                    group["param_names"] = list(group["params"])
         return root
 
+    def _read_names(self, stored: StoredOptimizer, metadata: Metadata) -> SavedGroups:
+        """The groups with the names of their parameters, and without hyper-parameters."""
+        if stored.flattened:
+            names = dict.fromkeys(str(key.group) for key in stored.groups)
+            return SavedGroups(tuple(SavedGroup((n,), {}) for n in names), flattened=True)
+        lists = [k for k in stored.groups if not k.path or k.path[0] in NOT_HYPER_PARAMETERS]
+        values: dict[str, Any] = {key.key: None for key in lists}
+        planner = ReshardLoadPlanner(
+            allowed_classes=getattr(self.planner, "allowed_classes", ()), flatten_state_dict=False
+        )
+        read_now(values, storage_reader=self.reader, planner=planner, metadata=metadata)
+        return make_saved_groups(replace(stored, groups=tuple(lists)), values)
+
     def _want(
-        self, catalog: Catalog, key: str, memory: Any, *, param: tuple[str, str] | None
+        self,
+        catalog: Catalog,
+        key: str,
+        memory: torch.Tensor | None,
+        *,
+        renamed: tuple[str, str] | None = None,
     ) -> None:
         path = catalog.key_path(key)
-        if param is not None:
-            path = rename_param(path, self.optimizer_key, *param)
+        if renamed is not None:
+            path = rename_param(path, self.optimizer_key, *renamed)
         self._state[key], self._paths[key] = memory, path
 
-    def _match(self, stored: Collection[str]) -> None:
+    def _match(self, stored: Sequence[str], *, with_state: Collection[str]) -> None:
         names = list(self.params)
         found = match_names([(name,) for name in names], stored, rename=self.options.rename)
         pairs = [(s, name) for s, name in zip(found.stored, names, strict=True) if s is not None]
         self._names = dict(pairs)
-        restored = tuple(name for s, name in pairs if s in set(self._with_state))
-        if stored and not (restored if self._with_state else pairs):
+        restored = tuple(name for s, name in pairs if s in with_state)
+        if stored and not (restored if with_state else pairs):
             raise OptimizerStateError(
                 "nothing to restore: no parameter of the model has state in the checkpoint; "
-                + describe_nearest(names, self._with_state or stored)
+                + describe_nearest(names, with_state or stored)
             )
         if len(pairs) != len(self._names):
             twice = [name for s, name in pairs if self._names[s] != name]
@@ -211,7 +242,7 @@ class _Load:
             )
         self.report = OptimizerReport(
             restored=restored,
-            without_state=tuple(name for s, name in pairs if s not in set(self._with_state)),
+            without_state=tuple(name for s, name in pairs if s not in with_state),
             new=tuple(n for s, n in zip(found.stored, names, strict=True) if s is None),
             extra=found.unused,
             renamed=tuple((n, s) for s, n in pairs if canonical_name(n) != canonical_name(s)),

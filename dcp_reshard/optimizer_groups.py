@@ -15,11 +15,15 @@ from typing import Any
 
 import torch
 
+from dcp_reshard.catalog import KeyPath
 from dcp_reshard.errors import OptimizerStateError
 from dcp_reshard.report import HyperParameter
 from dcp_reshard.saved_groups import NOT_HYPER_PARAMETERS, SavedGroup, SavedGroups
 
-__all__ = ["GroupPlan", "LiveGroup", "plan_groups", "same_value"]
+__all__ = ["GroupPlan", "LiveGroup", "check_needed_state", "plan_groups", "same_value"]
+
+# State that a hyper-parameter makes torch's optimizers expect, once there is any state.
+_NEEDED_STATE = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,38 @@ def plan_groups(
         )
         for number, (group, own, choice) in enumerate(zip(live, sources, chosen, strict=True))
     ]
+
+
+def check_needed_state(
+    optimizer: torch.optim.Optimizer,
+    plan: GroupPlan,
+    final: Mapping[str, Any],
+    paths: Collection[KeyPath],
+    *,
+    name: str,
+) -> None:
+    """Check that a hyper-parameter that is not as it was saved has the state that it needs.
+
+    Args:
+        optimizer: The optimizer.
+        plan: What is set in the group.
+        final: The group as it will be.
+        paths: Paths of the state that a parameter of it has in the checkpoint.
+        name: Name of the parameter.
+
+    Raises:
+        OptimizerStateError: It has not, and the next step would fail.
+    """
+    needed = dict(_NEEDED_STATE)
+    if isinstance(optimizer, torch.optim.RMSprop):
+        needed["momentum"] = "momentum_buffer"
+    for hyper, state in needed.items():
+        if final.get(hyper) and hyper not in plan.values and (state,) not in paths:
+            raise OptimizerStateError(
+                f"parameter `{name}`: `{hyper}` is to stay {final[hyper]!r}, but there is no "
+                f"state `{state}` in the checkpoint, and the next step would need it",
+                fqn=name,
+            )
 
 
 def same_value(one: object, other: object) -> bool:

@@ -30,7 +30,7 @@ from dcp_reshard.api import make_report, progress_bar
 from dcp_reshard.catalog import Catalog, CatalogSource
 from dcp_reshard.deferred import DeferredPlanner, read_now
 from dcp_reshard.errors import OptimizerStateError
-from dcp_reshard.optimizer_groups import GroupPlan, LiveGroup, plan_groups
+from dcp_reshard.optimizer_groups import GroupPlan, LiveGroup, check_needed_state, plan_groups
 from dcp_reshard.optimizer_keys import StateKey, StoredOptimizer, find_stored_optimizer
 from dcp_reshard.optimizer_match import match_params
 from dcp_reshard.optimizer_options import OptimizerOptions
@@ -47,9 +47,6 @@ from dcp_reshard.saved_groups import SavedGroups, make_saved_groups
 from dcp_reshard.torch_metadata import catalog_of
 
 __all__ = ["load_optimizer"]
-
-# State that a hyper-parameter makes torch's optimizers expect, once there is any state.
-_NEEDED_STATE = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
 
 
 def load_optimizer(
@@ -255,7 +252,8 @@ class _OptimizerLoad:
                 if not names:
                     bare.append(live)
                     continue
-                self._check_needed(final, changes, names[0], stored)
+                paths = {key.path for keys in stored for key in keys}
+                check_needed_state(self.optimizer, changes, final, paths, name=names[0])
                 plan.add(live, stored, group=final)
             if self.options.on_no_state == "zeros":
                 self._add_zeros(bare, live_group)
@@ -278,26 +276,6 @@ class _OptimizerLoad:
         for live in bare if like else ():
             if live.is_held and live.param.requires_grad:
                 self._state.add_zeros(live, like[0])
-
-    def _check_needed(
-        self,
-        final: Mapping[str, Any],
-        changes: GroupPlan,
-        name: str,
-        stored: Sequence[Sequence[StateKey]],
-    ) -> None:
-        """Check that a hyper-parameter that is not as it was saved has the state that it needs."""
-        needed = dict(_NEEDED_STATE)
-        if isinstance(self.optimizer, torch.optim.RMSprop):
-            needed["momentum"] = "momentum_buffer"
-        paths = {key.path for keys in stored for key in keys}
-        for hyper, state in needed.items():
-            if final.get(hyper) and hyper not in changes.values and (state,) not in paths:
-                raise OptimizerStateError(
-                    f"parameter `{name}`: `{hyper}` is to stay {final[hyper]!r}, but there is no "
-                    f"state `{state}` in the checkpoint, and the next step would need it",
-                    fqn=name,
-                )
 
 
 def _set_hyper_parameter(group: dict[str, Any], name: str, value: object) -> None:

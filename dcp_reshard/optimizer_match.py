@@ -57,7 +57,8 @@ def match_params(
     own = [o.name for o in originals]
     if saved.numbered:
         names: tuple[str | None, ...] = _match_positions(groups, saved, options)
-        unused = tuple(name for name in with_state if name not in set(names))
+        taken = set(names)
+        unused = tuple(name for name in with_state if name not in taken)
     else:
         known = dict.fromkeys([*saved.params(), *with_state])
         found = match_names([o.names for o in originals], known, rename=options.rename)

@@ -13,7 +13,7 @@ otherwise; `Optimizer.load_state_dict` of torch casts them to the parameter's dt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,10 +25,19 @@ from dcp_reshard._torch import (
     empty_dtensor_like,
     empty_sharded_tensor_like,
 )
-from dcp_reshard.catalog import KeyPath, StoredTensor
+from dcp_reshard.catalog import Catalog, KeyPath, StoredTensor
+from dcp_reshard.errors import ShapeMismatchError
+from dcp_reshard.optimizer_keys import StateKey
 from dcp_reshard.optimizer_options import OptimizerOptions
 
-__all__ = ["has_param_shape", "is_scalar", "make_memory", "state_dtype", "step_on_device"]
+__all__ = [
+    "check_shapes",
+    "has_param_shape",
+    "is_scalar",
+    "make_memory",
+    "state_dtype",
+    "step_on_device",
+]
 
 # Scalars of torch's optimizers, which look like moments if the parameter is 0-d as well.
 _SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
@@ -67,6 +76,35 @@ def state_dtype(
 def step_on_device(path: KeyPath, group: Mapping[str, Any]) -> bool:
     """Whether a value is a `step` that the kernels of its group want beside the parameter."""
     return path == ("step",) and bool(group.get("capturable") or group.get("fused"))
+
+
+def check_shapes(
+    name: str, param_shape: tuple[int, ...], keys: Iterable[StateKey], catalog: Catalog
+) -> None:
+    """Check that the state of a parameter can be that of a parameter of this shape.
+
+    Some state has another shape by nature: factored moments broadcast to the parameter, others have
+    more dims or fewer. What has as many dims, and does not broadcast, is of a parameter that has
+    been resized, unless other state does have the parameter's shape.
+
+    Raises:
+        ShapeMismatchError: It cannot.
+    """
+    shapes = {
+        key.path: catalog.tensors[key.key].shape for key in keys if key.key in catalog.tensors
+    }
+    # LBFGS keeps the state of all parameters, flattened, with the first of them.
+    if param_shape in shapes.values() or ("func_evals",) in {key.path for key in keys}:
+        return
+    for path, shape in shapes.items():
+        if len(shape) == len(param_shape) and any(
+            size not in (1, own) for size, own in zip(shape, param_shape, strict=True)
+        ):
+            raise ShapeMismatchError(
+                f"parameter `{name}`: state `{'.'.join(map(str, path))}` was saved with shape "
+                f"{shape!r}, the parameter has {param_shape!r}",
+                fqn=name,
+            )
 
 
 def make_memory(

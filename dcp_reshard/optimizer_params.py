@@ -57,9 +57,15 @@ class LiveParam:
     @property
     def is_held(self) -> bool:
         """Whether this rank has any of it; torch keeps no state of an FSDP1 piece it has not."""
-        parts = [original.part for original in self.originals]
-        whole = len(parts) != 1 or parts[0] is None
-        return whole or any(part is not None and part.start < part.end for part in parts)
+        part = self.originals[0].part
+        return part is None or part.size > 0
+
+    def zeros(self, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros laid out like the parameter; of an FSDP1 parameter, as it is while sharded."""
+        part = self.originals[0].part
+        if part is None:
+            return torch.zeros_like(self.param, dtype=dtype, requires_grad=False)
+        return torch.zeros(part.size, dtype=dtype, device=self.param.device)
 
 
 def collect_live_params(

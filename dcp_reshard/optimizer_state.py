@@ -20,6 +20,7 @@ from dcp_reshard.errors import OptimizerStateError
 from dcp_reshard.optimizer_groups import same_value
 from dcp_reshard.optimizer_keys import StateKey
 from dcp_reshard.optimizer_memory import (
+    check_shapes,
     has_param_shape,
     is_scalar,
     make_memory,
@@ -86,6 +87,8 @@ class StatePlan:
         slots = self._slots.setdefault(live.param, {})
         if len(live.originals) == 1 and live.originals[0].part is None:
             [original], [keys] = live.originals, stored
+            if self.options.make_state is None:
+                check_shapes(original.name, original.shape, keys, self.catalog)
             for key in keys:
                 slots[key.path] = self._add_whole(key, original, live.param, group)
             return
@@ -98,7 +101,7 @@ class StatePlan:
                 for key in keys
                 if key.path == path
             ]
-            slots[path] = self._add_flat(path, parts, live.param, group)
+            slots[path] = self._add_flat(path, parts, live, group)
 
     def add_zeros(self, live: LiveParam, like: LiveParam) -> None:
         """Plan to give a parameter zeros of the kinds that another one is given.
@@ -115,10 +118,10 @@ class StatePlan:
                     f"and zeros cannot stand for {_text(path)}, which is not a tensor",
                     fqn=live.originals[0].name,
                 )
-            shape, param = tuple(model.size()), like.param
-            if has_param_shape(path, shape, tuple(param.size())):
-                zeros = torch.zeros_like(live.param, dtype=model.dtype, requires_grad=False)
-            elif is_scalar(path, shape, tuple(param.size())):
+            shape, param_shape = tuple(model.size()), tuple(like.zeros(model.dtype).size())
+            if has_param_shape(path, shape, param_shape):
+                zeros = live.zeros(model.dtype)
+            elif is_scalar(path, shape, param_shape):
                 zeros = torch.zeros_like(model)
             else:
                 raise OptimizerStateError(
@@ -183,14 +186,14 @@ class StatePlan:
         self,
         path: KeyPath,
         parts: Sequence[tuple[Original, StateKey]],
-        param: torch.Tensor,
+        live: LiveParam,
         group: Mapping[str, Any],
     ) -> _Slot:
         stored = [self.catalog.tensors.get(key.key) for _, key in parts]
         first = stored[0]
         if first is None or is_scalar(path, first.shape, parts[0][0].shape):
             on_device = step_on_device(path, group) or path != ("step",)
-            device = param.device if on_device else torch.device("cpu")
+            device = live.param.device if on_device else torch.device("cpu")
             return _Slot(
                 tuple(
                     self._want(key.key, _empty(tensor, device), original.name)
@@ -199,8 +202,7 @@ class StatePlan:
                 as_float=step_on_device(path, group),
             )
         # Zeros, because a flat parameter is padded, and its padding is trained as well.
-        dtype = state_dtype(path, first, param, self.options)
-        memory = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+        memory = live.zeros(state_dtype(path, first, live.param, self.options))
         for (original, key), tensor in zip(parts, stored, strict=True):
             name = original.name
             if tensor is None or tensor.shape != original.shape:

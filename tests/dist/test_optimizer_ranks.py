@@ -192,3 +192,49 @@ def test_part_of_a_flat_parameter_cannot_be_without_state(tmp_path: Path) -> Non
     state = read_whole(f"{tmp_path}2")["optimizer"]["state"]
     assert torch.equal(state["up.bias"]["exp_avg"], torch.zeros(14))
     assert same(state["up.weight"], saved["state"]["up.weight"])
+
+
+class Tiny(nn.Module):
+    """Four elements: of three ranks that share them, the last has nothing but padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def build_tiny(*, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(Tiny(), use_orig_params=False, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    tiny_steps(model, optimizer, steps)
+    return model, optimizer
+
+
+def tiny_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(3, 1)).sum().backward()
+        optimizer.step()
+
+
+def save_tiny(rank: int, path: str) -> None:
+    osd = get_optimizer_state_dict(*build_tiny(steps=2))
+    dcp.save({"optimizer": osd}, checkpoint_id=path)
+
+
+def load_tiny(rank: int, path: str, mode: str) -> tuple[float, int]:
+    model, optimizer = build_tiny(steps=0)
+    load_optimizer(model, optimizer, path, mode=mode)
+    tiny_steps(model, optimizer, 1)
+    [state] = optimizer.state.values()
+    return state["step"].item(), state["exp_avg"].numel()
+
+
+@pytest.mark.parametrize("mode", ["direct", "cooperative"])
+def test_a_rank_with_nothing_but_padding_keeps_step(mode: str, tmp_path: Path) -> None:
+    """The padding of a flat parameter is stepped like the rest, on the rank that has no more."""
+    gloo_world(2, save_tiny, str(tmp_path))
+    assert gloo_world(3, load_tiny, str(tmp_path), mode) == [(3.0, 2)] * 3

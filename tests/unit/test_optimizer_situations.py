@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from dcp_reshard import OptimizerStateError
+from dcp_reshard import OptimizerStateError, ShapeMismatchError
+from dcp_reshard.catalog import StoredTensor
 from tests.support.single import adamw, restore, save_optimizer, state_by_name, step
 from tests.support.training import Net, same
 
@@ -218,3 +219,25 @@ def test_a_model_that_is_wholly_renamed_restores_nothing(tmp_path: Path) -> None
     restore(tmp_path, other, fresh, rename=lambda name: name.removeprefix("net."))
     wanted = {f"net.{name}": s for name, s in state_by_name(model, optimizer).items()}
     assert same(state_by_name(other, fresh), wanted)
+
+
+@pytest.mark.parametrize("form", ["nested", "flattened"])
+def test_state_of_a_parameter_of_another_size_is_refused(form: str, tmp_path: Path) -> None:
+    """Row 26: a resized weight is named with both shapes, unless the caller makes its memory."""
+    model, other = Net(), Net()
+    other.down = nn.Linear(15, 5)
+    optimizer, fresh = adamw(model), adamw(other)
+    step(model, optimizer)
+    save_optimizer(tmp_path, model, optimizer, form=form)
+    message = r"`down\.weight`: state `exp_avg` was saved with shape \(5, 14\), .* \(5, 15\)"
+    with pytest.raises(ShapeMismatchError, match=message):
+        restore(tmp_path, other, fresh)
+    assert not fresh.state
+
+    def pad(name: str, path: object, stored: StoredTensor, param: torch.Tensor) -> torch.Tensor:
+        wide = torch.zeros(param.shape if stored.shape else ())
+        return wide[:, : stored.shape[1]] if len(stored.shape) == 2 else wide
+
+    restore(tmp_path, other, fresh, make_state=pad)
+    saved = optimizer.state[model.down.weight]["exp_avg"]
+    assert torch.equal(fresh.state[other.down.weight]["exp_avg"], saved)
