@@ -596,6 +596,24 @@ def test_two_meanings_of_one_key_are_refused(tmp_path: Path) -> None:
         dcp_reshard.load({"a": {"b": 0}}, RankGrid(template), no_dist=True)
 
 
+def test_fingerprints_tell_saves_apart(tmp_path: Path) -> None:
+    """The fingerprint is that of the files, and changes when one is written again."""
+    template = save_grid(tmp_path, {"rows": FULL["rows"]}, (2, 1))
+    grid = RankGrid(template, DIMS)
+    before = grid.fingerprint(grid.open())
+    assert before == grid.fingerprint(grid.open())
+    torch.save({"model": {"rows": FULL["rows"][12:] + 1}}, tmp_path / "tp1.dp0.pt")
+    assert before != grid.fingerprint(grid.open())
+
+
+@pytest.mark.parametrize("key", ["w\0", "w" * 4097], ids=["NUL", "long"])
+def test_names_that_are_none(key: str, tmp_path: Path) -> None:
+    """Keys with a NUL, or longer than names are, are refused."""
+    torch.save({key: torch.ones(1)}, tmp_path / "0.pt")
+    with pytest.raises(dcp_reshard.CheckpointFormatError, match=r"file '0\.pt': key 'w"):
+        dcp_reshard.load({"w": torch.ones(1)}, RankGrid(f"{tmp_path}/{{tp}}.pt"), no_dist=True)
+
+
 def test_ranks_with_other_rules_have_other_digests(tmp_path: Path) -> None:
     """The digest tells other files and other rules, not other places of the same files."""
     template = save_grid(tmp_path, {"rows": FULL["rows"]}, (2, 1))
