@@ -11,19 +11,23 @@ Checksums of everything read are kept per record, for the verdict that follows.
 
 from __future__ import annotations
 
-import io
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from dcp_reshard.catalog import Catalog, StoredObject, StoredTensor
-from dcp_reshard.container import Record, read_directory, read_record
+from dcp_reshard.container import Record
 from dcp_reshard.crc import CrcPart, crc32
-from dcp_reshard.errors import CheckpointFormatError, CorruptRecordError, ReshardError, StorageError
-from dcp_reshard.objects import MAX_OBJECT_RECORDS
+from dcp_reshard.errors import CorruptRecordError, StorageError
+from dcp_reshard.item_checks import (
+    check_object_size,
+    check_payload,
+    check_records_of,
+    item_context,
+    load_unknown,
+)
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.payload import Payload
 from dcp_reshard.probe import Item, ItemBytes, probe_items
@@ -32,8 +36,6 @@ from dcp_reshard.template import PayloadProber
 from dcp_reshard.transfer import ChunkPart, RecordKey, Transfer, copy_elements, plan_requests
 
 __all__ = ["DirectRead", "RecordUse", "WantedPart"]
-
-_MAX_OBJECT_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,37 +177,25 @@ class DirectRead:
                 )
 
     def _take_object(self, fqn: str, item: ItemBytes) -> None:
-        with _context("object", fqn, item.item):
-            if item.item.length > _MAX_OBJECT_BYTES:
-                raise CheckpointFormatError(
-                    f"{item.item.length} bytes for a value that is not a tensor, allowed are "
-                    f"{_MAX_OBJECT_BYTES}"
-                )
+        with item_context("object", fqn, item.item):
+            check_object_size(item.item.length)
             contents = item.read(0, item.item.length)
-            records = read_directory(
-                len(contents), lambda a, b: contents[a:b], max_records=MAX_OBJECT_RECORDS
-            )
-            for record in records:
-                if self.options.verify != "off":
-                    read_record(record, lambda a, b: contents[a:b])
+            if self.options.verify != "off":
+                for record in check_records_of(memoryview(contents)):
                     self._note_record(fqn, item.item, record, checked=True)
         with self._lock:
             self.objects[fqn] = contents
 
     def _take_chunk(self, wanted: list[WantedPart], item: ItemBytes) -> None:
         first = wanted[0]
-        with _context("tensor", first.fqn, item.item):
+        with item_context("tensor", first.fqn, item.item):
             payload = self._prober.probe(item)
             if payload is None:
                 with self._lock:
                     self._unknown.append((item.item, wanted))
                 return
             sizes = tuple(first.stored.chunks.sizes[first.chunk].tolist())
-            if payload.shape != sizes or payload.dtype != first.stored.dtype:
-                raise CheckpointFormatError(
-                    f"the file holds shape {payload.shape!r} of {payload.dtype}, the metadata say "
-                    f"{sizes!r} of {first.stored.dtype}"
-                )
+            check_payload(payload, sizes, first.stored.dtype)
             whole = item.whole
             if whole is None:
                 for part in wanted:
@@ -267,36 +257,20 @@ class DirectRead:
 
     def _load_whole(self, item: Item, wanted: list[WantedPart]) -> None:
         stored = wanted[0].stored
-        buffer = bytearray(item.length)
-        self.source.read_into(item.file, item.start, [memoryview(buffer)])
-        with _context("tensor", wanted[0].fqn, item):
-            for record in read_directory(item.length, lambda a, b: bytes(buffer[a:b])):
-                if self.options.verify != "off":
-                    read_record(record, lambda a, b: bytes(buffer[a:b]))
+        contents = memoryview(bytearray(item.length))
+        self.source.read_into(item.file, item.start, [contents])
+        with item_context("tensor", wanted[0].fqn, item):
+            if self.options.verify != "off":
+                for record in check_records_of(contents):
                     self._note_record(wanted[0].fqn, item, record, checked=True)
-            try:
-                value = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
-            except Exception as error:
-                raise CheckpointFormatError(
-                    f"not a dense tensor, and not loadable as data only ({type(error).__name__}: "
-                    f"{str(error)[:500]})"
-                ) from error
             sizes = tuple(stored.chunks.sizes[wanted[0].chunk].tolist())
-            if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-                kind = getattr(value, "layout", type(value).__name__)
-                raise CheckpointFormatError(f"the file holds a {kind}, which cannot be resharded")
-            if tuple(value.shape) != sizes or value.dtype != stored.dtype:
-                raise CheckpointFormatError(
-                    f"the file holds shape {tuple(value.shape)!r} of {value.dtype}, the metadata "
-                    f"say "
-                    f"{sizes!r} of {stored.dtype}"
-                )
+            value = load_unknown(contents, sizes, stored.dtype)
         self.chunks_read_whole.append(stored.fqn)
         for part in wanted:
             index = tuple(
                 slice(o, o + s) for o, s in zip(part.offsets, part.dest.shape, strict=True)
             )
-            copy_elements(part.fqn, part.dest, value.detach()[index])
+            copy_elements(part.fqn, part.dest, value[index])
 
     def _read_large(self) -> None:
         requests = plan_requests(
@@ -323,19 +297,3 @@ class DirectRead:
         self.bytes_direct += transfer.bytes_direct
         for key, parts in transfer.crc_parts.items():
             self.records[key].parts += parts
-
-
-@contextmanager
-def _context(kind: str, fqn: str, item: Item) -> Iterator[None]:
-    """Say in an error which value it is about, and where in which file."""
-    try:
-        yield
-    except ReshardError as error:
-        end = item.start + item.length
-        raise type(error)(
-            f"{kind} `{fqn}`, file {item.file!r}, bytes {item.start} to {end}: {error}",
-            fqn=fqn,
-            file=item.file,
-            start=item.start,
-            end=end,
-        ) from error

@@ -85,8 +85,12 @@ def load_unknown(contents: memoryview, sizes: tuple[int, ...], dtype: torch.dtyp
         CheckpointFormatError: It cannot be loaded, or is not of this shape and dtype.
     """
     value = load_data(contents, max_bytes=len(contents))
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        kind = getattr(value, "layout", type(value).__name__)
+    if not isinstance(value, torch.Tensor):
+        raise CheckpointFormatError(
+            f"the file holds a {type(value).__name__}, which cannot be resharded"
+        )
+    if value.layout is not torch.strided or value.is_meta:
+        kind = "tensor without elements (meta)" if value.is_meta else str(value.layout)
         raise CheckpointFormatError(f"the file holds a {kind}, which cannot be resharded")
     if tuple(value.shape) != sizes or value.dtype != dtype:
         raise CheckpointFormatError(

@@ -13,8 +13,8 @@ from dcp_reshard.catalog import Catalog
 from dcp_reshard.container import Record, read_directory
 from dcp_reshard.crc import CrcPart, crc32, find_crc
 from dcp_reshard.errors import CheckpointFormatError, CorruptRecordError, ReshardError, StorageError
-from dcp_reshard.item_checks import check_payload, item_context
-from dcp_reshard.objects import MAX_OBJECT_RECORDS
+from dcp_reshard.item_checks import check_object_size, check_payload, item_context, load_unknown
+from dcp_reshard.objects import MAX_OBJECT_BYTES, MAX_OBJECT_RECORDS, check_data_only
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.payload import find_payload
 from dcp_reshard.probe import Item, ItemBytes, probe_items
@@ -63,6 +63,9 @@ class Verification:
 
     on_progress: Callable[[int, int], None] | None
     """Called with bytes done and bytes in all."""
+
+    allowed_classes: Sequence[type] = ()
+    """Classes whose instances objects may hold."""
 
     problems: list[Problem] = field(default_factory=list)
     """What is wrong."""
@@ -169,17 +172,23 @@ class Verification:
 
     def _read_records(self, entry: _StoredItem, item: ItemBytes) -> list[Record]:
         """The records of an item, once its contents are known to be what the metadata say."""
+        length = item.item.length
         if entry.chunk is None:
-            return read_directory(item.item.length, item.read, max_records=MAX_OBJECT_RECORDS)
+            check_object_size(length)
+            contents = memoryview(item.read(0, length))
+            check_data_only(contents, allowed_classes=self.allowed_classes)
+            return read_directory(length, item.read, max_records=MAX_OBJECT_RECORDS)
         stored = self.catalog.tensors[entry.fqn]
         sizes = tuple(stored.chunks.sizes[entry.chunk].tolist())
         if stored.payloads is not None:
             check_payload(stored.payloads[entry.chunk], sizes, stored.dtype)
             return [stored.payloads[entry.chunk].record]
-        records = read_directory(item.item.length, item.read)
+        records = read_directory(length, item.read)
         payload = find_payload(records, item.read)
         if payload is not None:
             check_payload(payload, sizes, stored.dtype)
+        elif length <= MAX_OBJECT_BYTES:
+            load_unknown(memoryview(item.read(0, length)), sizes, stored.dtype)
         else:
             with self._lock:
                 self.notes.append(f"tensor `{entry.fqn}`: not a dense tensor, shape not checked")

@@ -3,7 +3,7 @@
 1. The metadata are read and validated (`metadata`), and the chunks of every tensor are shown to
    tile it.
 2. File by file, every item is probed: its container must be sound, the tensor in it of the shape
-   and dtype that the metadata say.
+   and dtype that the metadata say, an object plain data.
 3. Every record of every item is read and compared with its checksum. Small ones are at hand from
    the probing, large ones are read in blocks; memory stays within the budget of the options.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dcp_reshard.catalog import Catalog, CatalogSource
 from dcp_reshard.errors import CheckpointFormatError, StorageError
@@ -35,6 +35,7 @@ _MAX_PROBLEMS = 1000
 def verify(
     checkpoint_id: str | os.PathLike[str] | CatalogSource,
     *,
+    allowed_classes: Sequence[type] = (),
     options: ReaderOptions | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
@@ -42,6 +43,8 @@ def verify(
 
     Args:
         checkpoint_id: Folder of a checkpoint that `dcp.save` wrote, or a `CatalogSource`.
+        allowed_classes: Classes that values which are not tensors may be instances of, beside plain
+            data.
         options: Memory, threads, retries, and what counts: with ``verify="required"`` a record
             without a checksum is a problem, with ``"off"`` only forms are checked.
         on_progress: Called with bytes done and bytes in all, after each file and each large block.
@@ -63,7 +66,7 @@ def verify(
     retrying = RetryingSource(checkpoint.open(), options.retry)
     source = CountingSource(retrying)
     # Until the metadata have been read, all that can be said is that they are broken.
-    run = Verification(source, Catalog({}, {}, ()), options, on_progress)
+    run = Verification(source, Catalog({}, {}, ()), options, on_progress, allowed_classes)
     try:
         run.catalog = checkpoint.read_catalog(source)
         run.notes += run.catalog.notes
