@@ -14,8 +14,9 @@ Reads no elements, unless copies without checksums are to be compared.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal
 
@@ -215,8 +216,8 @@ class RankGrid:
         # Not the paths: ranks may have mounted the files in different places. Not the specs as they
         # are: the `repr` of a class without one has an address.
         specs = {key: getattr(spec, "dim", spec) for key, spec in self.shard_specs.items()}
-        options = replace(self, paths="", shard_specs=specs)
-        for part in (options, files, *(leaves.items() for leaves in contents.values())):
+        parts: Iterable[object] = (replace(self, paths="", shard_specs=specs), files)
+        for part in itertools.chain(parts, *(leaves.items() for leaves in contents.values())):
             digest.update(repr(part).encode(errors="surrogatepass"))
         return digest.hexdigest()
 

@@ -23,7 +23,7 @@ from dcp_reshard.box import Box
 from dcp_reshard.errors import LayoutError
 from dcp_reshard.fused import FusedBlocks
 from dcp_reshard.grid import Held, plan_grid, plan_target
-from dcp_reshard.shard_rules import ShardDim, ShardRules
+from dcp_reshard.shard_rules import ShardDim, make_rules
 from dcp_reshard.sharding import ShardBox
 
 __all__ = ["LazySplit", "Split", "reshard_tensor"]
@@ -50,7 +50,7 @@ def reshard_tensor(
     source_shard_sizes: tuple[int, int],
     target_shard_sizes: tuple[int, int],
     target_shard_ranks: tuple[int, int],
-    shard_dims: Mapping[str, int] | None = None,
+    shard_dims: Mapping[str, int] | Mapping[str, ShardDim] | None = None,
     *,
     shard_specs: Mapping[str, int | ShardDim] | None = None,
     fused: Mapping[str, FusedBlocks] | None = None,
@@ -76,7 +76,9 @@ def reshard_tensor(
         source_shard_sizes: Numbers of tensor- and data-parallel ranks that stored the splits.
         target_shard_sizes: Numbers of tensor- and data-parallel ranks that there are now.
         target_shard_ranks: Tensor- and data-parallel rank whose part is wanted.
-        shard_dims: The dim that tensor parallelism cuts, by key.
+        shard_dims: The dim that tensor parallelism cuts, by key. Where the values are objects with
+            an attribute `dim`, these are taken as `shard_specs`, which older versions of fairseq2
+            have in this place.
         shard_specs: The same by regular expression, matched from the start of the key. A value may
             be an object with an attribute `dim`.
         fused: Blocks fused along that dim, by key; see `FusedBlocks`.
@@ -104,7 +106,7 @@ def reshard_tensor(
     ):
         if value not in choices:
             raise ValueError(f"`{name}` must be {choices[0]!r} or {choices[1]!r}, got {value!r}")
-    rules = ShardRules(shard_dims or {}, shard_specs or {}, fused or {})
+    rules = make_rules(shard_dims or {}, shard_specs or {}, fused or {})
     dim = rules.find_dim(key)
     blocks = rules.fused.get(key)
     if blocks is not None and dim is None:

@@ -15,7 +15,7 @@ from typing import Protocol
 from dcp_reshard.errors import LayoutError
 from dcp_reshard.fused import FusedBlocks
 
-__all__ = ["ShardDim", "ShardRules"]
+__all__ = ["ShardDim", "ShardRules", "make_rules"]
 
 
 class ShardDim(Protocol):
@@ -62,6 +62,17 @@ class ShardRules:
             said = " and ".join(f"dim {dim} ({by})" for dim, by in found.items())
             raise LayoutError(f"tensor `{key}`: rules disagree, they say {said}", fqn=key)
         return next(iter(found), None)
+
+
+def make_rules(
+    dims: Mapping[str, int] | Mapping[str, ShardDim],
+    specs: Mapping[str, int | ShardDim],
+    fused: Mapping[str, FusedBlocks],
+) -> ShardRules:
+    """Rules from dims by key, or by regular expression if they are wrapped in objects."""
+    by_key = {key: dim for key, dim in dims.items() if not hasattr(dim, "dim")}
+    wrapped = {key: spec for key, spec in dims.items() if hasattr(spec, "dim")}
+    return ShardRules(by_key, {**wrapped, **specs}, fused)
 
 
 def _check_dim(key: str, spec: int | ShardDim) -> int:

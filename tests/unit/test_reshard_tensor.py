@@ -137,6 +137,9 @@ def test_patterns_say_dims_too() -> None:
             "layers.3.wo.weight", splits, (2, 1), (1, 1), (0, 0), shard_specs=specs
         )
         assert torch.equal(part, indexed_tensor((4, 6)))
+    older = {r".*\.wo\.weight$": Spec(1)}
+    part = reshard_tensor("layers.3.wo.weight", splits, (2, 1), (1, 1), (0, 0), older)
+    assert torch.equal(part, indexed_tensor((4, 6)))
     part = reshard_tensor("wo", splits, (2, 1), (1, 1), (0, 0), shard_specs={r"layers": 0})
     assert part is splits[0][0]
 
