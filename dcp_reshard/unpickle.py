@@ -329,6 +329,18 @@ def _ignored(argument: object) -> None:
         raise CheckpointFormatError(f"an argument of type {type(argument).__name__}")
 
 
+_MEMORY_FORMAT = _Function(_ignored)
+
+
+def _memory_format(*arguments: object) -> None:
+    """Stand for `getattr`, which no pickle gets: only for naming a member of one enum."""
+    if len(arguments) != 2 or arguments[0] is not _MEMORY_FORMAT or type(arguments[1]) is not str:
+        raise UnsafeCheckpointError(
+            "the metadata names `builtins.getattr`, which is allowed for a memory format only; "
+            "nothing was imported or run"
+        )
+
+
 def _empty_dict() -> dict[object, object]:
     return {}
 
@@ -361,7 +373,10 @@ _NAMES: dict[tuple[str, str], object] = {
     (_METADATA, "TensorProperties"): _Properties,
     (_METADATA, "MetadataIndex"): IndexEntry,
     (_METADATA, "StorageMeta"): StorageMetaEntry,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _Function(_ignored),
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _MEMORY_FORMAT,
+    # Python 3.11.0 to 3.11.3 pickles a member of an enum as `getattr(enum, name)`.
+    ("builtins", "getattr"): _Function(_memory_format),
+    ("__builtin__", "getattr"): _Function(_memory_format),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageEntry,
     ("torch.serialization", "_get_layout"): _Function(_ignored),
     ("torch", "Size"): _Function(_size),
