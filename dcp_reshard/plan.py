@@ -200,8 +200,8 @@ def plan_reads(
         ShapeMismatchError: Stored and wanted global shapes differ.
         DtypeMismatchError: Stored and wanted dtypes differ, and the policy does not allow the cast.
         ChunkCoverageError: The checkpoint does not hold all of a wanted tensor.
-        PlanError: A tensor is stored where an object is wanted, the reverse, or keys are
-        unexpected.
+        PlanError: A tensor is stored where an object is wanted, or the reverse; a box lies outside
+            of its tensor; keys are unexpected.
     """
     options = options or PlanOptions()
     objects = list(objects)
@@ -235,7 +235,7 @@ def plan_reads(
         if cast is not None:
             casts.append(cast)
         stored.check_coverage()
-        tensors.append(TensorPlan(fqn, stored, want, tuple(_plan_parts(stored, want))))
+        tensors.append(TensorPlan(fqn, stored, want, tuple(_plan_parts(fqn, stored, want))))
     wanted_objects = tuple((fqn, keys[fqn]) for fqn in objects if keys[fqn] in catalog)
     for fqn, key in wanted_objects:
         if key in catalog.tensors:
@@ -249,8 +249,14 @@ def plan_reads(
     return ReadPlan(tuple(tensors), wanted_objects, missing, unexpected, tuple(casts))
 
 
-def _plan_parts(stored: StoredTensor, want: Want) -> Iterable[ReadPart]:
+def _plan_parts(fqn: str, stored: StoredTensor, want: Want) -> Iterable[ReadPart]:
+    whole = Box.full(stored.shape)
     for shard, box in enumerate(want.boxes):
+        if not whole.contains(box):
+            raise PlanError(
+                f"tensor `{fqn}`: {box} was asked for, of a tensor of shape {stored.shape!r}",
+                fqn=fqn,
+            )
         if len(stored.chunks) == 1:
             # It tiles the tensor, so it is all of it; most small tensors are stored like that.
             yield ReadPart(0, shard, box)
