@@ -138,6 +138,7 @@ def make_report(plan: ReadPlan, reader: ReshardStorageReader, *, rank: int) -> L
         bytes_direct=stats.bytes_direct,
         requests=stats.requests,
         retries=stats.retries,
+        rereads=stats.rereads,
         chunks_read=stats.chunks_read,
         chunks_read_whole=stats.chunks_read_whole,
         records_verified=stats.records_verified,

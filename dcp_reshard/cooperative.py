@@ -95,6 +95,9 @@ class CooperativeRead:
     chunks_read_whole: list[str] = field(default_factory=list)
     """Keys of chunks of unknown form that this rank has read."""
 
+    rereads: int = 0
+    """Always 0: wrong contents are an error here."""
+
     bytes_direct: int = 0
     """Bytes read straight into their destination: none."""
 

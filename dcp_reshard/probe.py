@@ -64,6 +64,15 @@ class ItemBytes:
                 return contents[start - first : end - first]
         return None
 
+    def read_again(self) -> ItemBytes | None:
+        """The same bytes, read once more; None if they are as they were."""
+        parts = [(first, memoryview(bytearray(len(contents)))) for first, contents in self.parts]
+        for first, contents in parts:
+            self.source.read_into(self.item.file, self.item.start + first, [contents])
+        return (
+            None if parts == list(self.parts) else ItemBytes(self.item, tuple(parts), self.source)
+        )
+
     @property
     def whole(self) -> memoryview | None:
         """The whole item, if it has been read."""

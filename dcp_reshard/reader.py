@@ -285,6 +285,7 @@ class ReshardStorageReader(StorageReader):
         self.stats.requests = self._source.requests
         self.stats.bytes_read = self._source.bytes_read
         self.stats.retries = self._retrying.retries
+        self.stats.rereads = read.rereads
         self.stats.notes = self._catalog.notes
         self.stats.bytes_direct = read.bytes_direct
         self.stats.chunks_read = len({(part.stored.fqn, part.chunk) for _, part in parts})

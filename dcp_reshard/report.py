@@ -60,6 +60,9 @@ class ReadStats:
     retries: int = 0
     """Calls to the storage that were made again after an error."""
 
+    rereads: int = 0
+    """Items and records read a second time because they were not as they should be."""
+
     chunks_read: int = 0
     """Stored chunks of which at least part was read."""
 
@@ -184,6 +187,9 @@ class LoadReport:
     retries: int
     """Calls to the storage that were made again after an error."""
 
+    rereads: int
+    """Items and records read a second time because they were not as they should be."""
+
     chunks_read: int
     """Stored chunks of which at least part was read."""
 
@@ -247,8 +253,14 @@ class LoadReport:
         ]
         if self.cooperation.rounds:
             rows.insert(-1, ("exchanged", _exchanged(self.cooperation)))
-        if self.retries:
-            rows.append(("retried", f"{self.retries} calls to the storage, after errors"))
+        if self.retries or self.rereads:
+            rows.append(
+                (
+                    "retried",
+                    f"{self.retries} calls to the storage, after errors; {self.rereads} items or "
+                    f"records read twice, because of wrong contents",
+                )
+            )
         casts = [f"{fqn} ({stored} to {wanted})" for fqn, stored, wanted in self.casts]
         rows += [("note", note) for note in self.notes]
         for label, names in (
