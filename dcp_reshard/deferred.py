@@ -19,22 +19,36 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
+from dcp_reshard.garbage import paused_gc
 from dcp_reshard.portable import portable
 
 __all__ = ["DeferredPlanner", "read_now"]
+
+_SHARED = (int, float, str, tuple, type(None))
 
 
 class DeferredPlanner(LoadPlanner):
     """Makes a state dict and a planner from the metadata, and leaves the rest to that planner."""
 
-    def __init__(self, plan: Callable[[Metadata], tuple[dict[str, Any], LoadPlanner]]) -> None:
+    def __init__(
+        self,
+        plan: Callable[[Metadata], tuple[dict[str, Any], LoadPlanner]],
+        *,
+        share_equal: bool = False,
+    ) -> None:
         """Keep the function.
 
         Args:
-            plan: Gives the state dict to load, and the planner of the load.
+            plan: Gives the state dict to load, flat, and the planner of the load.
+            share_equal: Ask the planner once for a number, text or tuple that is stored several
+                times. Flattened, an optimizer has each hyper-parameter as often as it has
+                parameters, and to unpickle one takes longer than all else that is done with it.
         """
         self._plan = plan
         self._planner: LoadPlanner | None = None
+        self._share_equal = share_equal
+        self._made: dict[str, Any] = {}
+        self._known: dict[bytes, Any] = {}
 
     @property
     def planner(self) -> LoadPlanner:
@@ -48,6 +62,7 @@ class DeferredPlanner(LoadPlanner):
         return bool(getattr(self.planner, "checks_objects", False))
 
     @portable
+    @paused_gc()
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -56,8 +71,9 @@ class DeferredPlanner(LoadPlanner):
     ) -> None:
         """Make the state dict; the one given is ignored."""
         assert metadata is not None
-        made, self._planner = self._plan(metadata)
-        self._planner.set_up_planner(made, metadata, is_coordinator)
+        self._made, self._planner = self._plan(metadata)
+        self._known = {}
+        self._planner.set_up_planner(self._made, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
         """As the planner does."""
@@ -73,7 +89,13 @@ class DeferredPlanner(LoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """As the planner does."""
+        contents, fqn = value.getvalue() if self._share_equal else b"", read_item.dest_index.fqn
+        if contents in self._known:
+            self._made[fqn] = self._known[contents]
+            return
         self.planner.load_bytes(read_item, value)
+        if self._share_equal and isinstance(self._made[fqn], _SHARED):
+            self._known[contents] = self._made[fqn]
 
     def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
         """As the planner does."""
@@ -98,9 +120,16 @@ def read_now(
     """Load a few values on this rank alone, with metadata that have been read already.
 
     The steps of `dcp.load` in one process, without its reading of the metadata.
+
+    Args:
+        state_dict: What to load, by key. Equal numbers, texts and tuples may be one object.
+        storage_reader: Reads the checkpoint.
+        planner: Plans the load, without flattening.
+        metadata: What the reader has read.
     """
-    planner.set_up_planner(state_dict, metadata, True)  # noqa: FBT003
+    deferred = DeferredPlanner(lambda _: (state_dict, planner), share_equal=True)
+    deferred.set_up_planner({}, metadata, True)  # noqa: FBT003
     storage_reader.set_up_storage_reader(metadata, True)  # noqa: FBT003
-    plan = storage_reader.prepare_local_plan(planner.create_local_plan())
-    [plan] = storage_reader.prepare_global_plan(planner.create_global_plan([plan]))
-    storage_reader.read_data(planner.finish_plan(plan), planner).wait()
+    plan = storage_reader.prepare_local_plan(deferred.create_local_plan())
+    [plan] = storage_reader.prepare_global_plan(deferred.create_global_plan([plan]))
+    storage_reader.read_data(deferred.finish_plan(plan), deferred).wait()

@@ -114,7 +114,7 @@ def load_sharded_optimizer_state_dict(
         load_state_dict(
             {},
             storage_reader=storage_reader,
-            planner=DeferredPlanner(load.plan),
+            planner=DeferredPlanner(load.plan, share_equal=planner is None),
             process_group=group,
             no_dist=alone,
         )
