@@ -213,7 +213,7 @@ class LocalSource:
                 ) from error
             raise self._error(name, error) from error
         try:
-            info = os.fstat(fd)
+            info = self._stat_open(name, fd)
             if not stat.S_ISREG(info.st_mode):
                 raise StorageError(f"file {name!r}: is not a regular file", file=name)
             identity = _identity(info)
@@ -223,6 +223,12 @@ class LocalSource:
             os.close(fd)
             raise
         return _OpenFile(fd, info.st_size)
+
+    def _stat_open(self, name: str, fd: int) -> os.stat_result:
+        try:
+            return os.fstat(fd)
+        except OSError as error:
+            raise self._error(name, error) from error
 
     def _open_at(self, root: int, name: str) -> int:
         # O_NONBLOCK: opening a FIFO for reading would wait for a writer. O_NOFOLLOW: a link would
