@@ -146,6 +146,7 @@ def make_report(plan: ReadPlan, reader: ReshardStorageReader, *, rank: int) -> L
         cooperation=stats.cooperation,
         notes=stats.notes,
         casts=tuple((c.fqn, str(c.stored), str(c.wanted)) for c in plan.casts),
+        repaired=tuple(tensor.fqn for tensor in plan.tensors if tensor.stored.repaired),
         missing=plan.missing,
         unexpected=plan.unexpected,
         seconds=dict(stats.seconds),

@@ -73,6 +73,9 @@ class StoredTensor:
     defect: str = ""
     """Why the tensor cannot be loaded from these chunks, if it is known that it cannot."""
 
+    repaired: bool = False
+    """Whether the chunks are other boxes than those that the metadata say, which were wrong."""
+
     def find_chunk(self, offsets: tuple[int, ...], hint: int | None = None) -> int | None:
         """Number of the chunk that starts at these offsets, or None.
 

@@ -231,7 +231,8 @@ class _Builder:
                 )
             if not again:
                 tensor.chunks.append((offsets, sizes, place))
-            elif _box_key(offsets, sizes) not in tensor.boxes:
+            elif 0 in sizes or _box_key(offsets, sizes) not in tensor.boxes:
+                # Boxes without elements are all kept: not all such records are empty, see `repair`.
                 tensor.boxes.add(_box_key(offsets, sizes))
                 tensor.chunks.append((offsets, sizes, place))
 

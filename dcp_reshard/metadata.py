@@ -22,6 +22,7 @@ from dcp_reshard.catalog import Catalog
 from dcp_reshard.catalog_builder import build_catalog
 from dcp_reshard.errors import CheckpointFormatError, StorageError
 from dcp_reshard.garbage import paused_gc
+from dcp_reshard.repair import repair_catalog
 from dcp_reshard.storage import ByteSource, open_source, read_bytes
 from dcp_reshard.unpickle import unpickle_metadata
 
@@ -43,8 +44,8 @@ class DcpCheckpoint:
         return open_source(self.path)
 
     def read_catalog(self, source: ByteSource) -> Catalog:
-        """What they hold; see `read_catalog`."""
-        return read_catalog(source)
+        """What they hold; see `read_catalog` and `repair_catalog`."""
+        return repair_catalog(read_catalog(source), source)
 
     def __str__(self) -> str:
         """The path."""

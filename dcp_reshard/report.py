@@ -217,6 +217,9 @@ class LoadReport:
     seconds: Mapping[str, float]
     """Seconds by phase, ``"total"`` among them."""
 
+    repaired: tuple[str, ...] = ()
+    """Keys of tensors that lie elsewhere in their chunks than the metadata say."""
+
     optimizer: OptimizerReport | None = None
     """What became of each parameter, if the state of an optimizer was loaded by name."""
 
@@ -265,6 +268,7 @@ class LoadReport:
         rows += [("note", note) for note in self.notes]
         for label, names in (
             ("cast", casts),
+            ("repaired", self.repaired),
             ("missing", self.missing),
             ("unexpected", self.unexpected),
             ("read whole", self.chunks_read_whole),
