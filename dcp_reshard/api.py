@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
-from tqdm import tqdm
 
 from dcp_reshard._torch import load_state_dict
 from dcp_reshard.catalog import CatalogSource
@@ -19,10 +17,11 @@ from dcp_reshard.options import ReaderOptions
 from dcp_reshard.outcome import own_errors
 from dcp_reshard.plan import DtypePolicy, PlanOptions, ReadPlan, Rename
 from dcp_reshard.planner import ReshardLoadPlanner
+from dcp_reshard.progress import progress_bar
 from dcp_reshard.reader import ReshardStorageReader
 from dcp_reshard.report import LoadReport
 
-__all__ = ["load", "make_report", "progress_bar"]
+__all__ = ["load", "make_report"]
 
 
 def load(
@@ -156,18 +155,3 @@ def make_report(plan: ReadPlan, reader: ReshardStorageReader, *, rank: int) -> L
 def _is_stateful(value: object) -> TypeGuard[Stateful]:
     # A tensor is none, and asking the protocol takes longer than planning the tensor's load.
     return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
-
-
-@contextmanager
-def progress_bar(*, show: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar for the `on_progress` of a reader, or None if it is not to be shown."""
-    if not show:
-        yield None
-        return
-    with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="load") as bar:
-
-        def on_progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield on_progress

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_reshard._torch import load_state_dict
-from dcp_reshard.api import make_report, progress_bar
+from dcp_reshard.api import make_report
 from dcp_reshard.catalog import Catalog, CatalogSource
 from dcp_reshard.deferred import DeferredPlanner, read_now
 from dcp_reshard.errors import OptimizerStateError
@@ -41,6 +41,7 @@ from dcp_reshard.outcome import own_errors
 from dcp_reshard.param_names import shorten
 from dcp_reshard.plan import PlanOptions
 from dcp_reshard.planner import ReshardLoadPlanner
+from dcp_reshard.progress import progress_bar
 from dcp_reshard.reader import ReshardStorageReader
 from dcp_reshard.report import LoadReport, OptimizerReport
 from dcp_reshard.saved_groups import SavedGroups, make_saved_groups

@@ -53,7 +53,9 @@ def portable(hook: Callable[Params, Result]) -> Callable[Params, Result]:
 
 def to_portable(error: BaseException) -> BaseException:
     """The error itself if every rank can rebuild it, else another one that says the same."""
-    known = type(error).__module__ in _KNOWN_MODULES and not isinstance(error, BaseExceptionGroup)
+    # A `StopIteration` would be another error by the time it has left a generator.
+    changes = isinstance(error, (BaseExceptionGroup, StopIteration, StopAsyncIteration))
+    known = type(error).__module__ in _KNOWN_MODULES and not changes
     if known and _survives(error):
         return error
     text = describe(error)
