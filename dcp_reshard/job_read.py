@@ -19,11 +19,13 @@ from dcp_reshard.choice import (
     estimate_bytes,
     find_place,
 )
-from dcp_reshard.cooperative import CooperativeRead
+from dcp_reshard.cooperative import CooperativeRead, Survey
 from dcp_reshard.direct import DirectRead, WantedPart
 from dcp_reshard.domains import IntArray
+from dcp_reshard.errors import PeerFailedError
 from dcp_reshard.lockstep import Lockstep
 from dcp_reshard.options import ReaderOptions
+from dcp_reshard.outcome import leave_note
 from dcp_reshard.report import Cooperation
 from dcp_reshard.storage import CountingSource
 
@@ -72,45 +74,37 @@ class JobRead:
             direct = DirectRead(self.source, self.catalog, self.options, self.on_progress)
             self._read_and_close(direct, *resolve())
             return direct, Cooperation(mode="direct", reason="this rank reads alone")
-        with self.lockstep.held_interrupts():
-            return self._run_together(self.lockstep, resolve)
+        try:
+            with self.lockstep.held_interrupts():
+                return self._run_together(self.lockstep, resolve)
+        except PeerFailedError as error:
+            if error.__cause__ is not None:  # a collective call has failed
+                leave_note()
+            raise
 
     def _run_together(
         self,
         lockstep: Lockstep,
         resolve: Callable[[], tuple[Sequence[WantedPart], Sequence[StoredObject]]],
     ) -> tuple[DirectRead | CooperativeRead, Cooperation]:
+        if self.mode == "direct":
+            return self._read_directly(lockstep, resolve, "asked for")
         with lockstep.phase("finding out what it wants", facts=2) as told:
             parts, objects = resolve()
             told.own = find_place(self.source)
-        places = told.all
         read = CooperativeRead(self.source, self.catalog, self.options, lockstep, self.on_progress)
-        choice = choose_by_place(places)
-        if self.mode != "auto":
-            choice = Choice("direct" if self.mode == "direct" else "cooperative", "asked for")
+        choice = choose_by_place(told.all)
+        if self.mode == "cooperative":
+            choice = Choice("cooperative", "asked for")
         survey = None
         if choice is None or choice.mode == "cooperative":
             survey = read.survey(parts, objects)
         if choice is None:
             assert survey is not None
-            with lockstep.phase("estimating what it would read", facts=1) as told:
-                told.own = (estimate_bytes(parts, objects, self.options),)
-            choice = choose_by_bytes(
-                places,
-                told.all[:, 0],
-                unique_bytes=survey.unique_bytes,
-                options=self.options,
-            )
+            choice = self._choose(lockstep, told.all, parts, objects, survey)
         logger.info("reading in mode %r: %s", choice.mode, choice.reason)
-        if choice.mode == "direct":
-            direct = DirectRead(self.source, self.catalog, self.options, self.on_progress)
-            with lockstep.phase("reading its parts", facts=1) as told:
-                self._read_and_close(direct, parts, objects)
-                told.own = (self.source.bytes_read,)
-            return direct, Cooperation(
-                mode="direct", reason=choice.reason, imbalance=_imbalance(told.all[:, 0])
-            )
-        assert survey is not None
+        if choice.mode == "direct" or survey is None:
+            return self._read_directly(lockstep, lambda: (parts, objects), choice.reason)
         try:
             read.run(survey)
         except BaseException:
@@ -128,6 +122,33 @@ class JobRead:
             buffer_bytes=read.buffer_bytes,
             imbalance=_imbalance(told.all[:, 0]),
         )
+
+    def _choose(
+        self,
+        lockstep: Lockstep,
+        places: IntArray,
+        parts: Sequence[WantedPart],
+        objects: Sequence[StoredObject],
+        survey: Survey,
+    ) -> Choice:
+        with lockstep.phase("estimating what it would read", facts=1) as told:
+            told.own = (estimate_bytes(parts, objects, self.options),)
+        return choose_by_bytes(
+            places, told.all[:, 0], unique_bytes=survey.unique_bytes, options=self.options
+        )
+
+    def _read_directly(
+        self,
+        lockstep: Lockstep,
+        resolve: Callable[[], tuple[Sequence[WantedPart], Sequence[StoredObject]]],
+        reason: str,
+    ) -> tuple[DirectRead, Cooperation]:
+        read = DirectRead(self.source, self.catalog, self.options, self.on_progress)
+        with lockstep.phase("reading its parts", facts=1) as told:
+            self._read_and_close(read, *resolve())
+            told.own = (self.source.bytes_read,)
+        imbalance = _imbalance(told.all[:, 0])
+        return read, Cooperation(mode="direct", reason=reason, imbalance=imbalance)
 
     def _read_and_close(
         self, read: DirectRead, parts: Sequence[WantedPart], objects: Sequence[StoredObject]

@@ -27,7 +27,7 @@ from dcp_reshard._torch import default_store
 from dcp_reshard.errors import PeerFailedError, ReshardError
 from dcp_reshard.portable import STOPS
 
-__all__ = ["find_silent_ranks", "own_errors"]
+__all__ = ["find_silent_ranks", "leave_note", "own_errors"]
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +87,33 @@ def find_silent_ranks(group: dist.ProcessGroup) -> list[int] | None:
     return found[0] if found else None
 
 
+def leave_note() -> None:
+    """Leave a note that this rank is there, as soon as it notices that another may not be.
+
+    A collective call of torch's may keep it from looking who else is there until others have given
+    up: they must not take it for dead.
+    """
+    thread = threading.Thread(target=_leave_note, daemon=True)
+    thread.start()
+    thread.join(_POLL_SECONDS)
+
+
+def _leave_note() -> None:
+    try:
+        default_store().set(_key(dist.get_rank()), str(time.time()))
+    except Exception as error:
+        logger.info("the store of the process group cannot be told who is there: %s", error)
+
+
+def _key(rank: int) -> str:
+    return f"dcp_reshard/alive/{rank}"
+
+
 def _call_roll(group: dist.ProcessGroup, found: list[list[int]]) -> None:
     try:
         store = default_store()
         ranks = dist.get_process_group_ranks(group)
-        keys = {rank: f"dcp_reshard/alive/{rank}" for rank in ranks}
+        keys = {rank: _key(rank) for rank in ranks}
         store.set(keys[dist.get_rank()], str(time.time()))
         deadline = time.monotonic() + _WAIT_SECONDS
         silent = list(ranks)

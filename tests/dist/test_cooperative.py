@@ -1,0 +1,307 @@
+"""Cooperative reading by real processes: bytes of the job, ranks that fail or die in any phase."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+import dcp_reshard
+from dcp_reshard import (
+    PeerFailedError,
+    ReaderOptions,
+    ReshardLoadPlanner,
+    ReshardStorageReader,
+)
+from dcp_reshard.options import RetryPolicy
+from dcp_reshard.outcome import own_errors
+from dcp_reshard.payload import PROBE_BYTES
+from dcp_reshard.storage import ByteSource
+from tests.support.failures import find_failures
+from tests.support.processes import RankError
+from tests.support.sources import RecordingCheckpoint
+from tests.support.tensors import check_same, fill_with_sentinel, indexed_tensor, snapshot
+from tests.support.worlds import gloo_world
+
+pytestmark = pytest.mark.dist
+
+SHAPES = [(1024, 512), (512, 1024), (3000,)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float32]
+UNIQUE = sum(
+    torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(SHAPES, DTYPES, strict=True)
+)
+# Several rounds, of which some read blocks.
+OPTIONS = ReaderOptions(
+    memory_budget=2**20,
+    block_bytes=8192,
+    shared_item_bytes=2**16,
+    threads=2,
+    retry=RetryPolicy(tries=1),
+)
+
+
+def make_state(mesh: tuple[int, ...], placements: Sequence[Placement]) -> dict[str, Any]:
+    device_mesh = init_device_mesh("cpu", mesh)
+    state: dict[str, Any] = {"step": torch.tensor(7.0)}
+    for i, (shape, dtype) in enumerate(zip(SHAPES, DTYPES, strict=True)):
+        fitting = [
+            p if not isinstance(p, Shard) or p.dim < len(shape) else Replicate() for p in placements
+        ]
+        full = indexed_tensor(shape, dtype)
+        state[f"w{i}"] = distribute_tensor(full, device_mesh, fitting, src_data_rank=None)
+    return state
+
+
+def save(rank: int, path: str) -> None:
+    dcp.save(make_state((2,), [Shard(0)]), checkpoint_id=path)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint of two ranks."""
+    path = str(tmp_path_factory.mktemp("saved"))
+    gloo_world(2, save, path)
+    return path
+
+
+def load(rank: int, path: str, mesh: tuple[int, ...], placements: Sequence[Placement]) -> int:
+    state = make_state(mesh, placements)
+    wanted = snapshot(state)
+    fill_with_sentinel(state)
+    checkpoint = RecordingCheckpoint(path)
+    reader = ReshardStorageReader(checkpoint, mode="cooperative", options=OPTIONS)
+    dcp.load(state, storage_reader=reader, planner=ReshardLoadPlanner())
+    check_same(snapshot(state), wanted, where=f"rank {rank}")
+    assert reader.stats.cooperation.rounds > 1
+    assert reader.stats.cooperation.buffer_bytes <= OPTIONS.memory_budget
+    assert reader.stats.records_unverified == 0
+    return checkpoint.data_bytes
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [
+        ((4,), [Shard(1)]),
+        ((4,), [Replicate()]),
+        ((2, 2), [Replicate(), Shard(0)]),
+        ((3,), [Shard(0)]),
+    ],
+    ids=["columns4", "replicas4", "hsdp2x2", "rows3"],
+)
+def test_the_job_reads_every_byte_once(
+    saved: str, mesh: tuple[int, ...], placements: Sequence[Placement]
+) -> None:
+    """Over gloo, whatever the layout, every rank gets its part and no byte is read twice."""
+    size = torch.Size(mesh).numel()
+    assert sum(gloo_world(size, load, saved, mesh, placements)) <= 1.02 * UNIQUE
+
+
+def load_in_a_subgroup(rank: int, path: str) -> None:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return
+    state = {"w1": torch.zeros(SHAPES[1], dtype=DTYPES[1])}
+    report = dcp_reshard.load(state, path, mode="cooperative", process_group=group, options=OPTIONS)
+    assert torch.equal(state["w1"], indexed_tensor(SHAPES[1], DTYPES[1]))
+    assert report.cooperation.bytes_received > 0
+
+
+def test_a_subgroup_reads_by_itself(saved: str) -> None:
+    """Rank numbers of a group are not those of the world."""
+    gloo_world(3, load_in_a_subgroup, saved)
+
+
+class FailingCheckpoint(RecordingCheckpoint):
+    """Fails, or dies, when it is asked for the size of a data file, or for the bytes of a round."""
+
+    def __init__(self, path: str, *, where: str, number: int, how: str) -> None:
+        """Take the folder, the method and the number of the call, and what to do there."""
+        super().__init__(path)
+        self._where, self._left, self._how = where, number, how
+
+    def open(self) -> ByteSource:
+        super().open()
+        return self  # type: ignore[return-value]
+
+    def _count(self, where: str, name: str) -> None:
+        if where != self._where or not name.endswith(".distcp"):
+            return
+        self._left -= 1
+        if self._left == 0:
+            fail(self._how)
+
+    def names(self) -> list[str]:
+        return self.source.names()
+
+    def size(self, name: str) -> int:
+        self._count("size", name)
+        return self.source.size(name)
+
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        # What is looked into in large chunks is not more than their two ends.
+        if sum(buffer.nbytes for buffer in buffers) > 2 * PROBE_BYTES:
+            self._count("read", name)
+        self.source.read_into(name, offset, buffers)
+
+    def close(self) -> None:
+        self.source.close()
+
+
+def fail(how: str) -> None:
+    if how == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+        return
+    raise OSError(5, "told to fail")
+
+
+class FailingPlanner(ReshardLoadPlanner):
+    """Fails, or dies, when it is asked for memory."""
+
+    how = ""
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        fail(self.how)
+        return super().resolve_tensor(read_item)
+
+
+class DyingReader(ReshardStorageReader):
+    """Dies when it begins to wait for other ranks to do a certain thing."""
+
+    dies_at = ""
+
+    @property
+    def waiting_for(self) -> str:
+        return self._waiting_for
+
+    @waiting_for.setter
+    def waiting_for(self, what: str) -> None:
+        self._waiting_for = what
+        if self.dies_at and what.startswith(self.dies_at):
+            fail("die")
+
+
+# Where a rank fails, and what the others wait for then, if it dies.
+PHASES = {
+    "agreement": "end finding out what it wants",
+    "placing": "end looking into large chunks",
+    "requests": "send their requests",
+    "read": "end reading round 1 of ",
+    "exchange": "send the bytes of round 2 of ",
+    "scatter": "end reading round 2 of ",
+}
+VICTIM = 1
+
+
+def load_failing(rank: int, path: str, phase: str, how: str) -> dict[int, BaseException]:
+    """A load of replicas, in which one rank fails."""
+    victim = rank == VICTIM
+    # What fails in the exchange is the read of the next round, which goes on meanwhile.
+    calls_until = {"placing": ("size", 1), "read": ("read", 1), "exchange": ("read", 2)}
+    where, number = calls_until.get(phase, ("", 0))
+    checkpoint: Any = RecordingCheckpoint(path)
+    if victim and (phase, how) != ("exchange", "die"):
+        checkpoint = FailingCheckpoint(path, where=where, number=number, how=how)
+    calls = 0
+
+    def on_progress(done: int, total: int) -> None:
+        nonlocal calls
+        calls += 1
+        if victim and phase == "scatter" and calls == 1:
+            fail(how)
+
+    planner = ReshardLoadPlanner()
+    if victim and phase == "agreement":
+        planner = FailingPlanner()
+        planner.how = how
+    reader = DyingReader(checkpoint, mode="cooperative", options=OPTIONS, on_progress=on_progress)
+    state = {f"w{i}": torch.zeros(shape, dtype=DTYPES[i]) for i, shape in enumerate(SHAPES)}
+    if victim and how == "die" and phase in ("requests", "exchange"):
+        reader.dies_at = PHASES[phase]
+    with own_errors(
+        group=dist.group.WORLD, waiting_for=lambda: f"all ranks to {reader.waiting_for}"
+    ):
+        dcp.load(state, storage_reader=reader, planner=planner)
+    return {}
+
+
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_rank_that_dies(saved: str, phase: str, size: int) -> None:
+    """The others are told which rank it was, and what they waited for; none waits for ever."""
+    with pytest.raises(BaseExceptionGroup) as caught:
+        gloo_world(size, load_failing, saved, phase, "die")
+    errors = caught.value.exceptions
+    assert len(errors) == size
+    assert sum(isinstance(error, RankError) for error in errors) == 1
+    for error in errors:
+        if not isinstance(error, RankError):
+            assert isinstance(error, PeerFailedError), error
+            assert f"no sign of rank {VICTIM} " in str(error)
+            assert f"waited for all ranks to {PHASES[phase]}" in str(error)
+
+
+def catch_failing(rank: int, path: str, phase: str, how: str) -> dict[int, str]:
+    failures = find_failures(lambda: load_failing(rank, path, phase, how))
+    return {number: f"{type(error).__name__}: {error}" for number, error in failures.items()}
+
+
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("phase", sorted(PHASES.keys() - {"requests"}))
+def test_a_rank_that_fails(saved: str, phase: str, size: int) -> None:
+    """All ranks raise the same: that rank's error, and that it was this rank on the others."""
+    outcomes = gloo_world(size, catch_failing, saved, phase, "fail")
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    assert sorted(outcomes[0]) == list(range(size))
+    for rank, failure in outcomes[0].items():
+        if rank == VICTIM:
+            assert "told to fail" in failure
+        else:
+            assert failure.startswith(f"PeerFailedError: rank {VICTIM} of the load failed while ")
+
+
+def load_interrupted(rank: int, path: str) -> str:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        load_failing(rank, path, "scatter", "interrupt")
+        return "loaded"
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_rank_that_is_interrupted(saved: str) -> None:
+    """An interrupt from the keyboard stops all ranks; its own raises it, the others say whose."""
+    outcomes = gloo_world(3, load_interrupted, saved)
+    assert outcomes[VICTIM].startswith("KeyboardInterrupt")
+    for rank in {0, 1, 2} - {VICTIM}:
+        assert "KeyboardInterrupt" in outcomes[rank]
+        assert f"rank {VICTIM} of the load failed while" in outcomes[rank]
+
+
+def test_a_load_after_a_failed_one(saved: str, tmp_path: Path) -> None:
+    """The ranks are still in step after a failure: the same group loads again."""
+    assert gloo_world(3, load_twice, saved) == [True] * 3
+
+
+def load_twice(rank: int, path: str) -> bool:
+    assert catch_failing(rank, path, "read", "fail")
+    state = {f"w{i}": torch.zeros(shape, dtype=DTYPES[i]) for i, shape in enumerate(SHAPES)}
+    dcp_reshard.load(state, path, mode="cooperative", options=OPTIONS)
+    return all(
+        torch.equal(state[f"w{i}"], indexed_tensor(shape, DTYPES[i]))
+        for i, shape in enumerate(SHAPES)
+    )
