@@ -36,7 +36,7 @@ from dcp_reshard.layout import LocalShard, TensorLayout, collect_layout
 from dcp_reshard.objects import load_data
 from dcp_reshard.plan import PlanOptions, ReadPlan, Want, plan_reads
 from dcp_reshard.portable import portable
-from dcp_reshard.rank_values import collect_asked_for, warn_of_shared_values
+from dcp_reshard.rank_values import AskedFor, collect_asked_for, warn_of_shared_values
 from dcp_reshard.read_items import make_read_items
 from dcp_reshard.torch_metadata import catalog_of
 from dcp_reshard.values import (
@@ -162,7 +162,9 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         Warns:
             RankValueWarning: Ranks under different meshes get one rank's copy of a plain tensor.
         """
-        warn_of_shared_values([plan.planner_data for plan in global_plan], self.state_dict)
+        asked = [plan.planner_data for plan in global_plan]
+        if all(isinstance(one, AskedFor) for one in asked):  # the ranks may have other planners
+            warn_of_shared_values(asked, self.state_dict)
         return global_plan
 
     @portable
