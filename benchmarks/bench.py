@@ -67,7 +67,10 @@ def parse_pair(text: str, *, preset: str) -> Pair:
         ValueError: It is not of this form, or one of the names is not known.
     """
     own, _, layouts = text.rpartition("@")
-    pair = Pair(own or preset, *layouts.split(":"))
+    source, colon, dest = layouts.partition(":")
+    if not colon:
+        raise ValueError(f"pair {text!r} is not `saved:loaded`")
+    pair = Pair(own or preset, source, dest)
     if pair.preset not in PRESETS:
         raise ValueError(f"pair {text!r}: there is no preset {pair.preset!r}")
     parse_layout(pair.source), parse_layout(pair.dest)
@@ -165,7 +168,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     texts = (ALL_PAIRS if options.all else options.pairs).split()
     try:
         options.pairs = [parse_pair(text, preset=options.preset) for text in texts]
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         parser.error(f"--pairs: {error}")
     return options
 
