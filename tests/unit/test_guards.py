@@ -162,6 +162,21 @@ def test_private_torch_names_are_found(source: str, found: list[str] | None) -> 
     assert names == found if found is not None else len(names) == 1
 
 
+def test_every_module_is_in_the_map() -> None:
+    """`docs/modules.md` has each module in one line, with the first line of its docstring."""
+    rows = re.findall(
+        r"^\| `(\w+)` \| (.+) \|$", (ROOT / "docs/modules.md").read_text(), re.MULTILINE
+    )
+    said = {
+        path.stem: " ".join(
+            (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split()
+        )
+        for path in SOURCES
+        if path.stem != "__init__"
+    }
+    assert dict(rows) == said
+
+
 def test_readme_python_blocks_compile() -> None:
     """Python in the README is Python."""
     readme = ROOT / "README.md"
