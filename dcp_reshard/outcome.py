@@ -31,7 +31,7 @@ __all__ = ["find_silent_ranks", "leave_note", "own_errors"]
 
 logger = logging.getLogger(__name__)
 
-_WAIT_SECONDS = 3.0
+_WAIT_SECONDS = 2.0
 _POLL_SECONDS = 0.1
 # Notes of an earlier failure do not count. Clocks of hosts may differ by a little.
 _MAX_AGE_SECONDS = 60.0
