@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_reshard._torch import load_state_dict
 from dcp_reshard.catalog import CatalogSource
+from dcp_reshard.deferred import DeferredPlanner
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.outcome import own_errors
 from dcp_reshard.plan import DtypePolicy, PlanOptions, ReadPlan, Rename
@@ -98,18 +101,24 @@ def load(
             options=options,
             on_progress=on_progress,
         )
-        # Sorted as `dcp.load` sorts them: `state_dict()` of a value may make collective calls.
-        values = {
-            key: value.state_dict() if _is_stateful(value) else value
-            for key, value in sorted(state_dict.items())
-        }
+        values: dict[str, Any] = {}
+        used: LoadPlanner = planner
+        try:
+            # Sorted as `dcp.load` sorts them: `state_dict()` of a value may make collective calls.
+            for key, value in sorted(state_dict.items()):
+                values[key] = value.state_dict() if _is_stateful(value) else value
+        except BaseException as error:
+            if alone:
+                raise
+            # A rank that left here would leave the others waiting.
+            used = DeferredPlanner(_raise(error))
         with own_errors(
             group=reader.process_group, waiting_for=lambda: f"all ranks to {reader.waiting_for}"
         ):
             load_state_dict(
                 values,
                 storage_reader=reader,
-                planner=planner,
+                planner=used,
                 process_group=process_group,
                 no_dist=alone,
             )
@@ -122,6 +131,13 @@ def load(
     reader.stats.seconds["total"] = time.perf_counter() - started
     assert planner.plan is not None
     return make_report(planner.plan, reader, rank=rank)
+
+
+def _raise(error: BaseException) -> Callable[[Metadata], NoReturn]:
+    def plan(_: Metadata) -> NoReturn:
+        raise error
+
+    return plan
 
 
 def make_report(plan: ReadPlan, reader: ReshardStorageReader, *, rank: int) -> LoadReport:

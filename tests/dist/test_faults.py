@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import threading
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +20,6 @@ from dcp_reshard import (
     PeerFailedError,
     ReaderOptions,
     ReshardError,
-    ReshardLoadPlanner,
     ReshardStorageReader,
     RetryPolicy,
 )
@@ -150,6 +145,35 @@ def test_f15_any_exception_of_one_rank_reaches_all(tmp_path: Path, mode: str) ->
     assert loads == [len(HOOKS) * len(EXCEPTIONS)] * 3
 
 
+class Troubled:
+    """A value whose `state_dict` fails."""
+
+    def __init__(self, make: Callable[[], BaseException]) -> None:
+        self.make = make
+
+    def state_dict(self) -> State:
+        raise self.make()
+
+    def load_state_dict(self, state: State) -> None:
+        raise AssertionError
+
+
+def load_troubled(rank: int, path: str) -> list[dict[int, str]]:
+    found = []
+    for kind in ("value", "unpicklable", "base"):
+        state = {"a": Troubled(EXCEPTIONS[kind])} if rank == 1 else make_rows()
+        found.append(find_failure(lambda state=state: dcp_reshard.load(state, path)))
+    return found
+
+
+def test_f15_a_state_dict_that_fails_on_one_rank(tmp_path: Path) -> None:
+    """What a value raises before the load begins reaches the other ranks, too."""
+    save_world(tmp_path, 2, lambda rank: make_rows())
+    found = gloo_world(3, load_troubled, str(tmp_path))
+    assert found[0] == found[1] == found[2]
+    assert all("told to fail" in failures[1] for failures in found[0])
+
+
 def interrupt_one(rank: int, path: str) -> str:
     fail = (lambda: signal.raise_signal(signal.SIGINT)) if rank == 1 else (lambda: None)
     checkpoint = Failing(Path(path), "read_into", 1, fail)
@@ -169,86 +193,6 @@ def test_f16_an_interrupt_of_one_rank(tmp_path: Path) -> None:
         assert other.startswith("CheckpointException")
         assert "KeyboardInterrupt" in other
         assert "(RANK 1)" in other
-
-
-def load_and_lose(rank: int, path: str, victim: int, phase: str, mode: str, stop: int) -> None:
-    """Load; the victim sends itself a signal in some phase, at its own hand."""
-    group = dist.new_group(timeout=timedelta(seconds=3)) if stop == signal.SIGSTOP else None
-    hit = (lambda: os.kill(os.getpid(), stop)) if rank == victim else (lambda: None)
-    hooks = {"before plan": "open", "in read": "read_into", "before verdict": "close"}
-    checkpoint = Failing(Path(path), hooks.get(phase, "none"), 0, hit)
-
-    def rename(key: str) -> str:
-        if phase == "in plan":
-            hit()
-        return key
-
-    class Planner(ReshardLoadPlanner):
-        def commit_tensor(self, *_: Any) -> None:
-            if phase == "in commit":
-                hit()
-
-    dcp_reshard.api.ReshardLoadPlanner = Planner  # type: ignore[misc]
-    dcp_reshard.load(
-        make_rows(), checkpoint, mode=mode, rename=rename, options=ONCE, process_group=group
-    )
-
-
-def lose(path: Path, victim: int, phase: str, mode: str, stop: int) -> None:
-    """Check that those who are left say who is lost, soon."""
-    save_world(path, 2, lambda rank: make_rows())
-    started = time.monotonic()
-    with pytest.raises(BaseExceptionGroup) as caught:
-        gloo_world(3, load_and_lose, str(path), victim, phase, mode, stop, timeout=30.0)
-    assert time.monotonic() - started < 25
-    survivors = [e for e in caught.value.exceptions if not isinstance(e, TimeoutError)]
-    told = [str(e) for e in survivors if isinstance(e, PeerFailedError)]
-    assert len(told) == 2, caught.value.exceptions
-    for text in told:
-        assert "waited for all ranks to" in text
-        assert f"no sign of rank {victim}" in text
-
-
-@pytest.mark.parametrize(
-    ("victim", "phase", "mode"),
-    [
-        (1, "before plan", "direct"),
-        (0, "in plan", "direct"),
-        (1, "in read", "direct"),
-        (0, "in read", "cooperative"),
-        (2, "before verdict", "direct"),
-        (1, "before verdict", "cooperative"),
-        (0, "in commit", "direct"),
-        (1, "in commit", "cooperative"),
-    ],
-)
-def test_f11_f12_a_rank_that_is_killed(tmp_path: Path, victim: int, phase: str, mode: str) -> None:
-    """The others end with an error that says who is gone and what they waited for."""
-    lose(tmp_path, victim, phase, mode, signal.SIGKILL)
-
-
-def test_f13_a_rank_that_is_stopped(tmp_path: Path) -> None:
-    """A rank that never answers is given up after the timeout of the process group."""
-    lose(tmp_path, 1, "in read", "direct", signal.SIGSTOP)
-
-
-def load_with_pause(rank: int, path: str) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=5))
-    pids: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pids, os.getpid())
-    hit = (lambda: os.kill(os.getpid(), signal.SIGSTOP)) if rank == 1 else (lambda: None)
-    if rank == 0:
-        threading.Timer(2.5, os.kill, (pids[1], signal.SIGCONT)).start()
-    state = make_rows()
-    state["large"].to_local().fill_(-1)
-    dcp_reshard.load(state, Failing(Path(path), "read_into", 0, hit), process_group=group)
-    check_same(snapshot(state), snapshot(make_rows()))
-
-
-def test_f13_a_rank_that_is_stopped_and_goes_on(tmp_path: Path) -> None:
-    """A pause of half the timeout is no error."""
-    save_world(tmp_path, 2, lambda rank: make_rows())
-    gloo_world(3, load_with_pause, str(tmp_path))
 
 
 def load_without_group(rank: int, path: str) -> str:
