@@ -27,16 +27,17 @@ import torch
 from dcp_reshard.catalog import Catalog, StoredObject
 from dcp_reshard.direct import RecordUse, WantedPart
 from dcp_reshard.domains import Domains, IntArray, plan_domains, plan_rounds
-from dcp_reshard.exchange import Exchange, Want, sort_messages
+from dcp_reshard.exchange import Exchange, Want
 from dcp_reshard.item_checks import check_object_size, item_context
 from dcp_reshard.lockstep import Lockstep
+from dcp_reshard.messages import sort_messages
 from dcp_reshard.numbering import Numbering, number_items
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.pieces import Pieces, Requests, TapeIndex, find_pieces
 from dcp_reshard.placing import WHOLE, count_shares, mark_blocks, place_items, slot_bytes
 from dcp_reshard.storage import CountingSource
 from dcp_reshard.transfer import RecordKey
-from dcp_reshard.windows import WindowReader
+from dcp_reshard.window_reader import WindowReader
 
 __all__ = ["CooperativeRead", "Survey"]
 
@@ -96,7 +97,7 @@ class CooperativeRead:
     """Keys of chunks of unknown form that this rank has read."""
 
     rereads: int = 0
-    """Always 0: wrong contents are an error here."""
+    """Items read a second time because they were not as they should be."""
 
     bytes_direct: int = 0
     """Bytes read straight into their destination: none."""
@@ -216,6 +217,7 @@ class CooperativeRead:
     def _take_results(self, exchange: Exchange) -> None:
         self.records = exchange.reader.records
         self.chunks_read_whole = exchange.reader.read_whole
+        self.rereads = exchange.reader.rereads
         self.rounds = len(exchange.rounds)
         self.buffer_bytes = exchange.buffer_bytes
         for index in range(self.rounds):

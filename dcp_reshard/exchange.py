@@ -19,19 +19,19 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from dcp_reshard.domains import IntArray
 from dcp_reshard.elements import split_range
 from dcp_reshard.lockstep import Lockstep
-from dcp_reshard.pieces import Pieces, Requests, stride_order
+from dcp_reshard.messages import Messages, Place
+from dcp_reshard.pieces import Requests, stride_order
 from dcp_reshard.transfer import copy_elements
-from dcp_reshard.windows import Window, WindowReader
+from dcp_reshard.window_reader import WindowReader
+from dcp_reshard.windows import Window
 
-__all__ = ["Exchange", "Messages", "Place", "Want", "sort_messages"]
+__all__ = ["Exchange", "Want"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,82 +52,6 @@ class Want:
 
     dest: torch.Tensor
     """The destination; its shape is that of the box."""
-
-
-class Place(NamedTuple):
-    """One piece in the messages of a round."""
-
-    request: int
-    """The request that it is part of."""
-
-    first: int
-    """First element."""
-
-    last: int
-    """One past the last element."""
-
-    start: int
-    """First byte in the messages."""
-
-    nbytes: int
-    """Bytes, padding included."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Messages:
-    """Pieces in the order in which they travel: by round, then by rank, the own ones last."""
-
-    pieces: Pieces
-    """The pieces."""
-
-    bounds: IntArray
-    """First piece of each round; one entry more than rounds."""
-
-    splits: IntArray
-    """Bytes of the pieces of round k and rank r at ``[k, r]``, own ones included."""
-
-    own: int
-    """This rank."""
-
-    def travelling(self, index: int) -> list[int]:
-        """Bytes to or from each rank in a round; own ones do not travel."""
-        splits = self.splits[index].copy()
-        splits[self.own] = 0
-        return [int(n) for n in splits]
-
-    def places(self, index: int) -> list[Place]:
-        """The pieces of a round."""
-        part = slice(self.bounds[index], self.bounds[index + 1])
-        nbytes = self.pieces.nbytes[part]
-        columns = (
-            self.pieces.requests[part],
-            self.pieces.first[part],
-            self.pieces.last[part],
-            np.cumsum(nbytes) - nbytes,
-            nbytes,
-        )
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        return [Place(*row) for row in rows]
-
-
-def sort_messages(
-    pieces: Pieces, ranks: IntArray, rounds: IntArray, *, num_ranks: int, num_rounds: int, own: int
-) -> Messages:
-    """Put pieces into the order of their messages.
-
-    Args:
-        pieces: The pieces.
-        ranks: The other side of each piece.
-        rounds: The round of each piece.
-        num_ranks: Number of ranks.
-        num_rounds: Number of rounds.
-        own: This rank.
-    """
-    order = np.lexsort((pieces.requests, pieces.extents, ranks, ranks == own, rounds))
-    splits = np.zeros((num_rounds, num_ranks), dtype=np.int64)
-    np.add.at(splits, (rounds, ranks), pieces.nbytes)
-    bounds = np.searchsorted(rounds[order], np.arange(num_rounds + 1))
-    return Messages(pieces.select(order), bounds, splits, own)
 
 
 @dataclass(slots=True, eq=False)

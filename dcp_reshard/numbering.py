@@ -30,7 +30,7 @@ class Numbering:
     """Tensors in the order of their keys."""
 
     objects: tuple[StoredObject, ...]
-    """Objects in the order of their keys."""
+    """Objects in the order of their keys, without those that need no reading."""
 
     first: IntArray
     """Number of the first chunk of each tensor, and of the first object."""
@@ -110,7 +110,7 @@ class Numbering:
 def number_items(catalog: Catalog) -> Numbering:
     """The numbers of all items of a catalog."""
     tensors = tuple(t for _, t in sorted(catalog.tensors.items()))
-    objects = tuple(o for _, o in sorted(catalog.objects.items()))
+    objects = tuple(o for _, o in sorted(catalog.objects.items()) if o.known is None)
     first = np.cumsum([0, *(len(t.chunks) for t in tensors)])
     by_key = dict(zip((t.fqn for t in tensors), first.tolist(), strict=False))
     by_key |= {o.fqn: int(first[-1]) + i for i, o in enumerate(objects)}

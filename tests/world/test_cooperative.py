@@ -24,6 +24,7 @@ from dcp_reshard import (
     DtypeMismatchError,
     LoadReport,
     PeerFailedError,
+    RankGrid,
     ReaderOptions,
     ReshardLoadPlanner,
     ReshardStorageReader,
@@ -33,7 +34,7 @@ from dcp_reshard.box import Box
 from dcp_reshard.layout import LocalShard, TensorLayout
 from dcp_reshard.metadata import read_catalog
 from dcp_reshard.options import RetryPolicy
-from dcp_reshard.storage import LocalSource
+from dcp_reshard.storage import ByteSource, LocalSource
 from tests.support.checkpoints import save_state, save_world
 from tests.support.failures import catch_failures, find_failures
 from tests.support.sources import RecordingCheckpoint, Request
@@ -440,6 +441,30 @@ def test_other_orders_dtypes_and_forms(options: ReaderOptions, tmp_path: Path) -
     assert sorted(thread_world(3, load)) == [(), (), ("lazy",)]
 
 
+def test_files_of_a_grid_of_ranks(tmp_path: Path) -> None:
+    """Where it is known where elements lie, nothing is probed, and it is read in blocks."""
+    full = indexed_tensor((300, 200))
+    for tp, part in enumerate(full.chunk(2)):
+        torch.save({"w": part.clone(), "step": 3}, tmp_path / f"model.tp{tp}.pt")
+    grid = RankGrid(str(tmp_path / "model.tp{tp}.pt"), {"w": 0})
+
+    def load(rank: int) -> LoadReport:
+        layout = columns(3)
+        state = {"w": layout.distribute(full.clone()), "step": 0}
+        wanted = snapshot(state)
+        fill_with_sentinel(state)
+        report = dcp_reshard.load(
+            state, grid, mode="cooperative", options=replace(BLOCKS, memory_budget=2**18)
+        )
+        check_same(snapshot(state), wanted, where=f"rank {rank}")
+        assert state["step"] == 3
+        return report
+
+    reports = thread_world(3, load)
+    assert {report.cooperation.mode for report in reports} == {"cooperative"}
+    assert sum(report.records_unverified for report in reports) == 0
+
+
 def flip(path: Path, marker: bytes) -> None:
     """Flip a bit of the only place in the checkpoint where `marker` stands."""
     for file in path.glob("*.distcp"):
@@ -523,6 +548,43 @@ def test_a_failing_read_on_any_rank_at_any_time(tmp_path: Path) -> None:
                     assert f"rank {failing} of the load failed" in str(failures[rank])
 
 
+def test_wrong_bytes_that_come_once(tmp_path: Path) -> None:
+    """A small item that is not as it should be is read again before it is refused."""
+    full = indexed_tensor((300, 200))
+    save_state(tmp_path, {"w": full})
+
+    class Flaky(RecordingCheckpoint):
+        """Flips a bit of the first long read."""
+
+        def open(self) -> ByteSource:
+            super().open()
+            self.flipped = False
+            return self  # type: ignore[return-value]
+
+        def names(self) -> list[str]:
+            return self.source.names()
+
+        def size(self, name: str) -> int:
+            return self.source.size(name)
+
+        def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+            self.source.read_into(name, offset, buffers)
+            if not self.flipped and buffers[0].nbytes > 100_000:
+                self.flipped = True
+                buffers[0][50_000] ^= 1
+
+        def close(self) -> None:
+            self.source.close()
+
+    def load(rank: int) -> int:
+        state = {"w": torch.zeros(300, 200)}
+        report = dcp_reshard.load(state, Flaky(tmp_path), mode="cooperative", options=WHOLE)
+        assert torch.equal(state["w"], full)
+        return report.rereads
+
+    assert sorted(thread_world(2, load)) == [0, 1]
+
+
 def test_a_planner_that_fails_on_one_rank(tmp_path: Path) -> None:
     """What a planner raises is raised on that rank; the others do not wait for it."""
     save_state(tmp_path, {"w": indexed_tensor((300, 200))})
@@ -576,7 +638,9 @@ def test_progress_is_told_to_the_end(tmp_path: Path) -> None:
             options=BLOCKS,
             on_progress=lambda done, total: told.append((done, total)),
         )
-        dcp.load({"w": torch.zeros(300, 200)}, storage_reader=reader)
+        state = {"w": torch.zeros(300, 200)}
+        dcp.load(state, storage_reader=reader)  # torch's own planner
+        assert torch.equal(state["w"], indexed_tensor((300, 200)))
         return told
 
     for told in thread_world(2, load):
