@@ -164,6 +164,29 @@ def test_state_follows_ignored_and_shared_parameters_of_fsdp1(
         assert extra == new == ()
 
 
+def load_by_other_name(rank: int, path: str, kind: str) -> tuple[str, ...]:
+    model, optimizer = build_mixed(kind, steps=0)
+    report = load_optimizer(model, optimizer, path).optimizer
+    assert report is not None
+    assert report.new == report.extra == ()
+    return report.restored
+
+
+@pytest.mark.parametrize("kind", ["originals", "flat"])
+def test_a_shared_weight_is_found_by_any_of_its_names(kind: str, tmp_path: Path) -> None:
+    """What was saved under the second name of a weight in a flat parameter is its state."""
+    model = Mixed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, start=0, steps=1)
+    saved = get_optimizer_state_dict(model, optimizer)
+    saved["state"]["twin.weight"] = saved["state"].pop("net.up.weight")
+    [group] = saved["param_groups"]
+    group["params"] = [name.replace("net.up.weight", "twin.weight") for name in group["params"]]
+    dcp.save({"optimizer": saved}, checkpoint_id=tmp_path)
+    for restored in gloo_world(2, load_by_other_name, str(tmp_path), kind):
+        assert len(restored) == 6
+
+
 def load_partly(rank: int, path: str, on_no_state: Any) -> dict[str, torch.Tensor] | str:
     model = LAYOUTS["fsdp1-2-flat"][1](Net())
     optimizer = make_optimizer("adamw", model, grouped=False)

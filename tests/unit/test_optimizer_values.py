@@ -145,3 +145,17 @@ def test_state_saved_by_number_with_names_is_matched_by_name(tmp_path: Path) -> 
     assert same(state_by_name(other, fresh), state_by_name(model, optimizer))
     names = [name for name, _ in other.named_parameters()]
     assert fresh.param_groups[0]["param_names"] == names[::-1]
+
+
+def test_state_of_an_older_torch_is_brought_up_to_date(tmp_path: Path) -> None:
+    """A `step` that was a number is a tensor afterwards, and the next step works."""
+    model, other = Net(), Net()
+    optimizer, fresh = adamw(model), adamw(other)
+    step(model, optimizer)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    for state in saved["state"].values():
+        state["step"] = int(state["step"])
+    dcp.save({"optimizer": saved}, checkpoint_id=tmp_path)
+    restore(tmp_path, other, fresh)
+    assert same(fresh.state_dict()["state"], optimizer.state_dict()["state"])
+    step(other, fresh)
