@@ -55,6 +55,7 @@ __all__ = [
     "flatten_state_dict",
     "flatten_state_dict_2_3",
     "load_state_dict",
+    "local_tensor",
     "make_sharded_tensor",
     "set_element",
     "shard_places",
@@ -63,6 +64,18 @@ __all__ = [
 ]
 
 KeyPath = tuple[str | int, ...]
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """The local tensor of a DTensor; it takes part in no graph.
+
+    Stands for `to_local()`, which makes an autograd node each time: half of what it takes to describe
+    a tensor.
+    """
+    local = tensor._local_tensor
+    if type(local) in (torch.Tensor, torch.nn.Parameter):
+        return local
+    return tensor.to_local()  # waits for a result that is still under way
 
 
 def dtensor_cuts(tensor: DTensor, *, fqn: str) -> list[Cut] | None:

@@ -193,7 +193,7 @@ def find_defect(boxes: BoxArray, within: Box) -> Defect | None:
         >>> find_defect(halves, Box((0,), (8,)))
         Defect(box=Box(offsets=(4,), sizes=(1,)), count=0)
     """
-    if within.is_empty or (len(boxes) == 1 and boxes[0] == within):
+    if within.is_empty or (len(boxes) == 1 and boxes[0] == within) or _are_slices(boxes, within):
         return None
     _, parts = boxes.intersect(within)
     starts, ends = parts.offsets, parts.ends
@@ -222,6 +222,26 @@ def find_defect(boxes: BoxArray, within: Box) -> Defect | None:
     high = tuple(int(edges[d][cell.get(d, 0) + 1]) for d in range(within.ndim))
     sizes = tuple(h - o for o, h in zip(low, high, strict=True))
     return Defect(Box(low, sizes), int(counts.reshape(-1)[wrong[0]]))
+
+
+def _are_slices(boxes: BoxArray, within: Box) -> bool:
+    """Whether the boxes cut the region along one dim and follow one another, as most chunks do."""
+    differs = (boxes.sizes != within.sizes).any(axis=0) | (boxes.offsets != within.offsets).any(
+        axis=0
+    )
+    (cut,) = np.nonzero(differs)
+    if len(cut) != 1 or not len(boxes):
+        return False
+    dim = int(cut[0])
+    starts = boxes.offsets[:, dim]
+    order = np.argsort(starts, kind="stable")
+    starts = starts[order]
+    ends = starts + boxes.sizes[order, dim]
+    return bool(
+        starts[0] == within.offsets[dim]
+        and ends[-1] == within.ends[dim]
+        and (starts[1:] == ends[:-1]).all()
+    )
 
 
 def _count_by_corners(first: list[IntMatrix], last: list[IntMatrix], cells: list[int]) -> IntMatrix:

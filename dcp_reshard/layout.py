@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from dcp_reshard._torch import DTensor, ShardedTensor, dtensor_cuts
+from dcp_reshard._torch import DTensor, ShardedTensor, dtensor_cuts, local_tensor
 from dcp_reshard.box import Box
 from dcp_reshard.errors import LayoutError
 from dcp_reshard.ranges import may_overlap
@@ -116,8 +116,8 @@ def _collect_shards(fqn: str, tensor: torch.Tensor) -> Iterator[LocalShard]:
             )
             for inner in _collect_shards(fqn, shard.tensor):
                 yield LocalShard(inner.box.translate(outer.offsets), inner.tensor)
-    elif isinstance(tensor, DTensor) and not _is_checkpointable(tensor.to_local()):
-        yield from _collect_dtensor_shards(fqn, tensor)
+    elif isinstance(tensor, DTensor) and not _is_checkpointable(local := local_tensor(tensor)):
+        yield from _collect_dtensor_shards(fqn, tensor, local.detach())
     elif _is_checkpointable(tensor):
         for i, chunk in enumerate(tensor.__create_chunk_list__()):  # type: ignore[attr-defined]
             index = MetadataIndex(fqn, chunk.offsets, i)
@@ -128,11 +128,10 @@ def _collect_shards(fqn: str, tensor: torch.Tensor) -> Iterator[LocalShard]:
         yield LocalShard(Box.full(tuple(tensor.size())), tensor.detach())
 
 
-def _collect_dtensor_shards(fqn: str, tensor: DTensor) -> Iterator[LocalShard]:
+def _collect_dtensor_shards(fqn: str, tensor: DTensor, local: torch.Tensor) -> Iterator[LocalShard]:
     cuts = dtensor_cuts(tensor, fqn=fqn)
     if cuts is None:
         return
-    local = tensor.to_local().detach()
     if isinstance(local, (DTensor, ShardedTensor)):
         raise LayoutError(
             f"tensor `{fqn}`: a DTensor whose local tensor is a {type(local).__name__} is not "
@@ -140,8 +139,10 @@ def _collect_dtensor_shards(fqn: str, tensor: DTensor) -> Iterator[LocalShard]:
             fqn=fqn,
         )
     shape, boxes = plan_shard_boxes(tuple(tensor.size()), cuts)
-    why = f"placements {tensor.placements!r} on a mesh of shape {tuple(tensor.device_mesh.shape)!r}"
-    _check_shape(fqn, shape, tuple(local.size()), why)
+    if shape != tuple(local.size()):
+        mesh = tuple(tensor.device_mesh.shape)
+        why = f"placements {tensor.placements!r} on a mesh of shape {mesh!r}"
+        _check_shape(fqn, shape, tuple(local.size()), why)
     for shard in boxes:
         view = Box(shard.local_offsets, shard.box.sizes)
         yield LocalShard(shard.box, local[view.slices()])

@@ -70,7 +70,7 @@ class ReaderOptions:
     """Bytes of buffers beyond the destination, at most."""
 
     threads: int | None = None
-    """Threads that read; None for one per CPU, up to 8."""
+    """Threads that read; None for one per CPU, up to 8, shared by the ranks of a host."""
 
     request_bytes: int = 64 * 2**10
     """What a request costs, in bytes that could be read in the same time: runs shorter than this
@@ -133,7 +133,12 @@ class ReaderOptions:
     @property
     def num_threads(self) -> int:
         """Threads that read."""
-        return self.threads or min(8, os.cpu_count() or 1)
+        if self.threads is not None:
+            return self.threads
+        # torchrun says how many ranks share this host.
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        cpus = (os.cpu_count() or 1) // max(1, int(ranks) if ranks.isdecimal() else 1)
+        return min(8, max(1, cpus))
 
     @property
     def max_request_bytes(self) -> int:

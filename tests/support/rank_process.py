@@ -36,6 +36,7 @@ def run_rank(
     # Shortly before the caller's limit, so that what it reports of this rank says where it stands.
     faulthandler.dump_traceback_later(0.9 * timeout)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["LOCAL_WORLD_SIZE"] = str(size)  # as torchrun does
     torch.set_num_threads(1)
     try:
         filters, fn, args = pickle.loads(job)

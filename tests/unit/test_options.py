@@ -73,8 +73,9 @@ def test_buffers_fit_the_budget(threads: int, budget: int) -> None:
     assert 64 * 1024 <= options.max_request_bytes <= 8 * MIB
 
 
-def test_defaults() -> None:
+def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checksums are compared where there are some, in 256 MiB, on a thread per CPU up to 8."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     options = ReaderOptions()
     assert options.verify == "available"
     assert options.memory_budget == 256 * MIB
@@ -83,6 +84,16 @@ def test_defaults() -> None:
     assert options.keep_plan_local
     assert not options.allow_unsafe_pickle
     assert (options.retry.tries, options.retry.clock) == (5, time.monotonic)
+
+
+@pytest.mark.parametrize(("ranks", "threads"), [("1", 8), ("4", 4), ("16", 1), ("64", 1), ("x", 8)])
+def test_ranks_of_one_host_share_its_cpus(
+    ranks: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun says how many ranks there are; each has at least one thread, and at most eight."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert ReaderOptions().num_threads == threads
 
 
 @pytest.mark.parametrize("cls", [ReaderOptions, RetryPolicy])
