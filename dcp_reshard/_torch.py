@@ -67,10 +67,10 @@ KeyPath = tuple[str | int, ...]
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """The local tensor of a DTensor; it takes part in no graph.
+    """The local tensor of a DTensor, outside of any graph.
 
-    Stands for `to_local()`, which makes an autograd node each time: half of what it takes to describe
-    a tensor.
+    Stands for `to_local()`, which makes an autograd node each time: half of what it takes to
+    describe a tensor.
     """
     local = tensor._local_tensor
     if type(local) in (torch.Tensor, torch.nn.Parameter):
