@@ -90,7 +90,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_of_one_host_share_its_cpus(
     ranks: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher says how many ranks there are; each has at least one thread, and at most eight."""
+    """The launcher says how many ranks there are; each has one to eight threads."""
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     assert ReaderOptions().num_threads == threads
