@@ -34,7 +34,14 @@ from dcp_reshard.messages import sort_messages
 from dcp_reshard.numbering import Numbering, number_items
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.pieces import Pieces, Requests, TapeIndex, find_pieces
-from dcp_reshard.placing import WHOLE, count_shares, mark_blocks, place_items, slot_bytes
+from dcp_reshard.placing import (
+    WHOLE,
+    count_shares,
+    find_items,
+    make_index,
+    mark_blocks,
+    slot_bytes,
+)
 from dcp_reshard.storage import CountingSource
 from dcp_reshard.transfer import RecordKey
 from dcp_reshard.window_reader import WindowReader
@@ -117,6 +124,8 @@ class CooperativeRead:
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds in which windows were read, and pieces exchanged."""
 
+    _exchange: Exchange = field(init=False)
+
     def survey(self, parts: Sequence[WantedPart], objects: Sequence[StoredObject]) -> Survey:
         """Add up what all ranks want; a collective call.
 
@@ -129,7 +138,7 @@ class CooperativeRead:
             wants = [*_tensor_wants(parts, numbering), *_object_wants(objects, numbering)]
             requests = Requests.make(
                 [(w.number, w.offsets, tuple(w.dest.shape)) for w in wants],
-                num_dims=numbering.num_dims,
+                num_dims=numbering.most_dims,
             )
             shares = count_shares(requests, numbering)
         self.lockstep.reduce_sum(shares)
@@ -144,21 +153,17 @@ class CooperativeRead:
             DtypeMismatchError: A cast overflowed.
             PeerFailedError: Another rank failed.
         """
-        index = place_items(
-            survey.shares,
-            survey.numbering,
-            source=self.source,
-            options=self.options,
-            lockstep=self.lockstep,
+        step, numbering = self.lockstep, survey.numbering
+        needed, rows = find_items(
+            survey.shares, numbering, source=self.source, options=self.options, lockstep=step
         )
-        needed = np.ones(index.tape.num_blocks, dtype=np.uint8)
-        if index.placed:
-            with self.lockstep.phase("finding the blocks that it needs"):
-                needed = mark_blocks(survey.requests, index)
-            self.lockstep.reduce_max(needed)
-        exchange = self._plan_exchange(survey, index, needed.view(np.bool_))
-        exchange.run()
-        self._take_results(exchange)
+        with step.phase("finding the blocks that it needs"):
+            index = make_index(needed, rows, numbering, block_bytes=self.options.block_bytes)
+            marks = mark_blocks(survey.requests, index)
+        if len(index.placed):
+            step.reduce_max(marks)
+        self._exchange = self._plan_exchange(survey, index, marks.view(np.bool_))
+        self._exchange.run()
 
     def _plan_exchange(
         self, survey: Survey, index: TapeIndex, needed: npt.NDArray[np.bool_]
@@ -214,7 +219,9 @@ class CooperativeRead:
             reader = WindowReader(self.source, index, domains, self.options)
         return Exchange(step, reader, mine, survey.wants, incoming, asked, going, self.on_progress)
 
-    def _take_results(self, exchange: Exchange) -> None:
+    def take_results(self) -> None:
+        """Fill the fields with what `run` has read and counted."""
+        exchange = self._exchange
         self.records = exchange.reader.records
         self.chunks_read_whole = exchange.reader.read_whole
         self.rereads = exchange.reader.rereads

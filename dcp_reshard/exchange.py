@@ -220,7 +220,7 @@ class Exchange:
     def _parts(self, place: Place) -> list[torch.Tensor]:
         """The memory that a piece goes to, dims in the order in which the chunk is stored."""
         want = self.wants[place.request]
-        placed = self.reader.index.placed.get(want.number)
+        placed = self.reader.index.placed.find(want.number)
         dest = want.dest
         if placed is not None:
             dest = dest.permute(stride_order(placed.strides))

@@ -111,6 +111,7 @@ class JobRead:
             self.source.close()
             raise
         with lockstep.phase("closing its files", facts=1) as told:
+            read.take_results()
             self.source.close()
             told.own = (self.source.bytes_read,)
         return read, Cooperation(

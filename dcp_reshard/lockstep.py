@@ -12,8 +12,9 @@ On leaving a phase each rank tells every other whether it has failed. If one has
 rank its own error, the others a `PeerFailedError` that names it. Every rank hears from every other,
 so that all notice at once if one is dead.
 
-Interrupts from the keyboard are held back until a phase ends (`held_interrupts`): one that struck
-between a collective call and the next line would leave it unknown whether the call was made.
+Interrupts from the keyboard strike inside phases only, and are held back elsewhere
+(`held_interrupts`): one that struck between a collective call and the next line would leave it
+unknown whether the call was made.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Lockstep:
     """Told what all ranks have to do for this one to go on."""
 
     _interrupted: bool = field(default=False, init=False)
+    _strikes: bool = field(default=False, init=False)
 
     @property
     def size(self) -> int:
@@ -101,7 +103,13 @@ class Lockstep:
         told = Facts((0,) * facts)
         error: BaseException | None = None
         try:
-            yield told
+            # Two `try`: an interrupt that strikes in the inner `finally` is caught by the outer.
+            try:
+                self._strikes = True
+                self._raise_interrupt()
+                yield told
+            finally:
+                self._strikes = False
             self._raise_interrupt()
         except BaseException as caught:
             error = caught
@@ -196,7 +204,7 @@ class Lockstep:
 
     @contextmanager
     def held_interrupts(self) -> Iterator[None]:
-        """Hold back an interrupt from the keyboard until a phase ends; a second strikes at once.
+        """Hold back an interrupt from the keyboard until the next phase; a second strikes at once.
 
         Python's own handler is replaced meanwhile; one that the program has set is left alone.
         """
@@ -206,7 +214,7 @@ class Lockstep:
             return
 
         def hold(number: int, frame: FrameType | None) -> None:
-            if self._interrupted:
+            if self._strikes or self._interrupted:
                 signal.default_int_handler(number, frame)
             self._interrupted = True
 

@@ -53,15 +53,18 @@ class Numbering:
     element_bytes: IntArray
     """Bytes of an element of each tensor; 1 for what comes after them."""
 
+    num_dims: IntArray
+    """Dims of each tensor; 1 for what comes after them."""
+
     @property
     def num_chunks(self) -> int:
         """Number of chunks; objects have numbers from here."""
         return int(self.first[-1])
 
     @property
-    def num_dims(self) -> int:
-        """Dims of the tensor that has most of them; at least 1, which an object has."""
-        return max(1, *(len(t.shape) for t in self.tensors)) if self.tensors else 1
+    def most_dims(self) -> int:
+        """Dims of the item that has most of them; an object has one."""
+        return int(self.num_dims.max())
 
     def number(self, fqn: str, chunk: int = 0) -> int:
         """The number of a chunk, or of an object."""
@@ -88,9 +91,13 @@ class Numbering:
         return stored.fqn if stored is not None else self.find_chunk(number)[0].fqn
 
     def ndim(self, number: int) -> int:
-        """Dims of an item; an object has one."""
-        is_object = number >= self.num_chunks
-        return 1 if is_object else len(self.find_chunk(number)[0].shape)
+        """Dims of an item."""
+        return int(self.num_dims[np.searchsorted(self.first, number, side="right") - 1])
+
+    def ndims(self, numbers: IntArray) -> IntArray:
+        """Dims of each of these items."""
+        ndims: IntArray = self.num_dims[self.tensor_indices(numbers)]
+        return ndims
 
     def itemsizes(self, numbers: IntArray) -> IntArray:
         """Bytes of an element of each of these items."""
@@ -125,6 +132,7 @@ def number_items(catalog: Catalog) -> Numbering:
         _column([*(t.lengths for t in tensors), [o.length for o in objects]]),
         _column([*(t.chunks.sizes.prod(axis=1) for t in tensors), [o.length for o in objects]]),
         np.array([*(t.dtype.itemsize for t in tensors), 1], dtype=np.int64),
+        np.array([*(len(t.shape) for t in tensors), 1], dtype=np.int64),
     )
 
 

@@ -8,7 +8,7 @@ that wants the row compute the same pieces from the same row: nothing else has t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,15 @@ from dcp_reshard.domains import Domains, IntArray, Tape
 from dcp_reshard.elements import count_before
 from dcp_reshard.numbering import Numbering
 
-__all__ = ["Pieces", "Placed", "Requests", "TapeIndex", "find_pieces", "stride_order"]
+__all__ = [
+    "Pieces",
+    "Placed",
+    "PlacedTable",
+    "Requests",
+    "TapeIndex",
+    "find_pieces",
+    "stride_order",
+]
 
 # Pieces start at multiples of this in a message: no dtype needs more, to be looked at in place.
 _ALIGNMENT = 16
@@ -44,6 +52,38 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PlacedTable:
+    """Where the elements of many chunks lie: a row of integers for each."""
+
+    numbers: IntArray
+    """Numbers of the chunks, in rising order."""
+
+    rows: IntArray
+    """Start, length, checksum, base, and strides; 0 in dims beyond those."""
+
+    ndims: IntArray
+    """Dims of each chunk."""
+
+    @classmethod
+    def from_rows(cls, rows: IntArray, numbering: Numbering) -> PlacedTable:
+        """The table of rows that begin with a number, in any order."""
+        rows = rows[np.argsort(rows[:, 0], kind="stable")]
+        return cls(rows[:, 0], rows[:, 1:], numbering.ndims(rows[:, 0]))
+
+    def __len__(self) -> int:
+        """Number of chunks."""
+        return len(self.numbers)
+
+    def find(self, number: int) -> Placed | None:
+        """Where the elements of a chunk lie, or None if it is not in the table."""
+        row = int(np.searchsorted(self.numbers, number))
+        if row == len(self.numbers) or self.numbers[row] != number:
+            return None
+        start, length, crc, base, *strides = self.rows[row].tolist()
+        return Placed(start, length, crc, base, tuple(strides[: self.ndims[row]]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TapeIndex:
     """Which items are where on the tape."""
 
@@ -59,8 +99,14 @@ class TapeIndex:
     units: IntArray
     """The unit of each of these."""
 
-    placed: Mapping[int, Placed]
+    placed: PlacedTable
     """Chunks that are read in blocks. Each of the other items is one atomic unit."""
+
+    def place(self, number: int) -> Placed:
+        """Where the elements of a chunk lie that is read in blocks."""
+        placed = self.placed.find(number)
+        assert placed is not None
+        return placed
 
     def unit(self, number: int) -> int:
         """The unit of an item."""
@@ -165,7 +211,7 @@ def find_pieces(requests: Requests, index: TapeIndex, domains: Domains) -> Piece
     first = [np.zeros(len(whole), dtype=np.int64)]
     last = [requests.numels[whole]]
     for row in np.flatnonzero(~atomic).tolist():
-        chunk = index.placed[int(requests.numbers[row])]
+        chunk = index.place(int(requests.numbers[row]))
         base = int(index.tape.positions[units[row]])
         touched, starts, ends = _cut(*requests.box(row, len(chunk.strides)), chunk, base, domains)
         extents.append(touched)

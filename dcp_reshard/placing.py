@@ -9,24 +9,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp_reshard.domains import IntArray, plan_tape
 from dcp_reshard.elements import count_before
-from dcp_reshard.errors import StorageError
+from dcp_reshard.errors import CheckpointFormatError, StorageError
 from dcp_reshard.item_checks import check_payload, item_context
 from dcp_reshard.lockstep import Lockstep
 from dcp_reshard.numbering import Numbering
 from dcp_reshard.options import ReaderOptions
-from dcp_reshard.pieces import Placed, Requests, TapeIndex, stride_order
+from dcp_reshard.payload import Payload
+from dcp_reshard.pieces import PlacedTable, Requests, TapeIndex, stride_order
 from dcp_reshard.probe import Item, ItemBytes, probe_items
 from dcp_reshard.storage import CountingSource
 from dcp_reshard.template import PayloadProber
 
-__all__ = ["WHOLE", "Shares", "count_shares", "mark_blocks", "place_items", "slot_bytes"]
+__all__ = [
+    "WHOLE",
+    "Shares",
+    "count_shares",
+    "find_items",
+    "make_index",
+    "mark_blocks",
+    "slot_bytes",
+]
 
 Shares = npt.NDArray[np.int32]
 """How much of each item is wanted, in parts of `WHOLE`; summed over ranks, replicas count again."""
@@ -48,15 +57,15 @@ def slot_bytes(options: ReaderOptions, num_ranks: int) -> int:
     return max(options.block_bytes, min(fair, options.max_request_bytes))
 
 
-def place_items(
+def find_items(
     shares: Shares,
     numbering: Numbering,
     *,
     source: CountingSource,
     options: ReaderOptions,
     lockstep: Lockstep,
-) -> TapeIndex:
-    """Lay out all that is needed; a collective call.
+) -> tuple[IntArray, IntArray]:
+    """Find out where all that is needed lies; a collective call.
 
     Args:
         shares: How much of each item all ranks want.
@@ -64,6 +73,10 @@ def place_items(
         source: Where the bytes come from.
         options: How to read.
         lockstep: The ranks.
+
+    Returns:
+        Numbers of the items that anyone needs, and a row for each of those that are to be read in
+        blocks, as `PlacedTable.from_rows` takes them.
 
     Raises:
         StorageError: Bytes could not be read, or a file is cut.
@@ -73,16 +86,16 @@ def place_items(
     with lockstep.phase("looking into large chunks") as told:
         (needed,) = np.nonzero(shares)
         _check_files(needed, numbering, source, lockstep)
-        large = _find_large(needed, shares, numbering, options, lockstep.size)
-        placed = {n: known for n in large if (known := _known(n, numbering)) is not None}
-        unknown = [n for n in large if n not in placed]
-        rows = _probe(unknown[lockstep.rank :: lockstep.size], numbering, source, options)
+        known, unknown = _find_large(needed, shares, numbering, options, lockstep.size)
+        found = [_known_row(number, numbering) for number in known.tolist()]
+        mine = unknown[lockstep.rank :: lockstep.size].tolist()
+        rows = _table(_probe(mine, numbering, source, options), numbering)
         told.counts = [len(rows)] * lockstep.size
-    if unknown:
-        outgoing = [rows] * lockstep.size
-        tables = lockstep.exchange_rows(outgoing, told, what="where large chunks lie")
-        placed |= _placed(np.concatenate(tables), numbering)
-    return _make_index(needed, placed, numbering, block_bytes=options.block_bytes)
+    tables = [_table(found, numbering)]
+    if len(unknown):
+        what = "where large chunks lie"
+        tables += lockstep.exchange_rows([rows] * lockstep.size, told, what=what)
+    return needed, np.concatenate(tables)
 
 
 def _find_large(
@@ -91,17 +104,17 @@ def _find_large(
     numbering: Numbering,
     options: ReaderOptions,
     num_ranks: int,
-) -> list[int]:
-    """Chunks to be read in blocks; the other items are read whole."""
-    limit = min(options.shared_item_bytes, slot_bytes(options, num_ranks))
-    lengths = numbering.lengths[needed]
-    whole = (lengths <= limit) & (2 * shares[needed] >= WHOLE)
-    whole |= lengths <= options.whole_item_bytes
+) -> tuple[IntArray, IntArray]:
+    """Chunks to be read in blocks: those whose elements need not be looked for, and others."""
+    chunks = needed[needed < numbering.num_chunks]
+    has_payloads = np.array([t.payloads is not None for t in numbering.tensors] + [False])
     # Where the elements are known without a container, there is nothing to be read with them.
-    known = np.array([t.payloads is not None for t in numbering.tensors] + [False])
-    whole &= ~known[numbering.tensor_indices(needed)]
-    large: list[int] = needed[~whole & (needed < numbering.num_chunks)].tolist()
-    return large
+    known = has_payloads[numbering.tensor_indices(chunks)]
+    limit = min(options.shared_item_bytes, slot_bytes(options, num_ranks))
+    lengths = numbering.lengths[chunks]
+    whole = (lengths <= limit) & (2 * shares[chunks] >= WHOLE)
+    whole |= lengths <= options.whole_item_bytes
+    return chunks[known], chunks[~known & ~whole]
 
 
 def _check_files(
@@ -110,17 +123,19 @@ def _check_files(
     """Check that items lie inside their files. Each file is looked at by one rank."""
     files = numbering.files[needed]
     ends = numbering.starts[needed] + numbering.lengths[needed]
-    for file in np.unique(files)[lockstep.rank :: lockstep.size].tolist():
-        (inside,) = np.nonzero(files == file)
-        last = int(needed[inside[np.argmax(ends[inside])]])
-        item, fqn = numbering.item(last), numbering.fqn(last)
-        size = source.size(item.file)
-        if item.start + item.length > size:
+    last = np.zeros(len(numbering.catalog.files), dtype=np.int64)
+    np.maximum.at(last, files, ends)
+    for file in np.flatnonzero(last)[lockstep.rank :: lockstep.size].tolist():
+        name = numbering.catalog.files[file]
+        size = source.size(name)
+        if last[file] > size:
+            item_number = int(needed[(files == file) & (ends == last[file])][0])
+            item, fqn = numbering.item(item_number), numbering.fqn(item_number)
             raise StorageError(
-                f"file {item.file!r}: has {size} bytes, but the metadata place `{fqn}` at bytes "
+                f"file {name!r}: has {size} bytes, but the metadata place `{fqn}` at bytes "
                 f"{item.start} to {item.start + item.length}; the file is cut",
                 fqn=fqn,
-                file=item.file,
+                file=name,
                 start=item.start,
                 end=item.start + item.length,
             )
@@ -128,13 +143,13 @@ def _check_files(
 
 def _probe(
     numbers: Sequence[int], numbering: Numbering, source: CountingSource, options: ReaderOptions
-) -> IntArray:
-    """Rows that say where the elements of these chunks lie; none for one of unknown form."""
-    rows: dict[int, Sequence[int]] = {}
+) -> list[tuple[int, ...]]:
+    """Where the elements of these chunks lie; nothing of one of unknown form."""
+    rows: list[tuple[int, ...]] = []
     by_item: dict[Item, int] = {numbering.item(n): n for n in numbers}
     prober = PayloadProber()
 
-    def on_item(item: ItemBytes) -> None:
+    def take(item: ItemBytes) -> None:
         number = by_item[item.item]
         stored, chunk = numbering.find_chunk(number)
         with item_context("tensor", stored.fqn, item.item):
@@ -142,10 +157,17 @@ def _probe(
             if payload is None:
                 return
             check_payload(payload, tuple(stored.chunks.sizes[chunk].tolist()), stored.dtype)
-        record = payload.record
-        start = item.item.start + record.start
-        base = payload.start - record.start
-        rows[number] = (number, start, record.length, record.crc, base, *payload.strides)
+        rows.append(_row(number, payload, numbering))
+
+    def on_item(item: ItemBytes) -> None:
+        try:
+            take(item)
+        except CheckpointFormatError:
+            # Storage may give wrong bytes once.
+            again = item.read_again()
+            if again is None:
+                raise
+            take(again)
 
     probe_items(
         by_item,
@@ -155,40 +177,38 @@ def _probe(
         threads=options.num_threads,
         on_item=on_item,
     )
-    table = np.zeros((len(rows), 5 + numbering.num_dims), dtype=np.int64)
-    for row, values in zip(table, rows.values(), strict=True):
-        row[: len(values)] = values
+    return rows
+
+
+def _known_row(number: int, numbering: Numbering) -> tuple[int, ...]:
+    stored, chunk = numbering.find_chunk(number)
+    assert stored.payloads is not None
+    return _row(number, stored.payloads[chunk], numbering)
+
+
+def _row(number: int, payload: Payload, numbering: Numbering) -> tuple[int, ...]:
+    record = payload.record
+    start = int(numbering.starts[number]) + record.start
+    base = payload.start - record.start
+    return (number, start, record.length, record.crc, base, *payload.strides)
+
+
+def _table(rows: Sequence[tuple[int, ...]], numbering: Numbering) -> IntArray:
+    table = np.zeros((len(rows), 5 + numbering.most_dims), dtype=np.int64)
+    for values, row in zip(table, rows, strict=True):
+        values[: len(row)] = row
     return table
 
 
-def _placed(rows: IntArray, numbering: Numbering) -> dict[int, Placed]:
-    """What the rows of `_probe` say."""
-    placed: dict[int, Placed] = {}
-    for number, start, length, crc, base, *strides in rows.tolist():
-        ndim = numbering.ndim(number)
-        placed[number] = Placed(start, length, crc, base, tuple(strides[:ndim]))
-    return placed
-
-
-def _known(number: int, numbering: Numbering) -> Placed | None:
-    """Where the elements of a chunk lie, if it need not be probed."""
-    stored, chunk = numbering.find_chunk(number)
-    if stored.payloads is None:
-        return None
-    payload = stored.payloads[chunk]
-    record = payload.record
-    start = int(numbering.starts[number]) + record.start
-    return Placed(start, record.length, record.crc, payload.start - record.start, payload.strides)
-
-
-def _make_index(
-    needed: IntArray, placed: Mapping[int, Placed], numbering: Numbering, *, block_bytes: int
+def make_index(
+    needed: IntArray, rows: IntArray, numbering: Numbering, *, block_bytes: int
 ) -> TapeIndex:
+    """Lay out what `find_items` has found."""
+    placed = PlacedTable.from_rows(rows, numbering)
     starts, lengths = numbering.starts[needed], numbering.lengths[needed]
     atomic = np.ones(len(needed), dtype=np.bool_)
-    for row in np.flatnonzero(np.isin(needed, list(placed))).tolist():
-        chunk = placed[int(needed[row])]
-        starts[row], lengths[row], atomic[row] = chunk.start, chunk.length, False
+    where = np.searchsorted(needed, placed.numbers)
+    starts[where], lengths[where], atomic[where] = placed.rows[:, 0], placed.rows[:, 1], False
     tape, units = plan_tape(
         numbering.files[needed], starts, lengths, atomic, block_bytes=block_bytes
     )
@@ -201,7 +221,7 @@ def mark_blocks(requests: Requests, index: TapeIndex) -> npt.NDArray[np.uint8]:
     marks = np.repeat(tape.atomic, np.diff(tape.first_blocks)).astype(np.uint8)
     units = index.units_of(requests.numbers)
     for row in np.flatnonzero(~tape.atomic[units]).tolist():
-        chunk = index.placed[int(requests.numbers[row])]
+        chunk = index.place(int(requests.numbers[row]))
         offsets, sizes = requests.box(row, len(chunk.strides))
         unit = int(units[row])
         order = stride_order(chunk.strides)

@@ -174,7 +174,7 @@ class WindowReader:
 
     def _sum_up(self, file: str, part: _Part, contents: memoryview) -> None:
         number = self._numbers[part.unit][0]
-        chunk = self.index.placed[number]
+        chunk = self.index.place(number)
         fqn = self.index.numbering.fqn(number)
         crc = crc32(contents) if self.options.verify != "off" else None
         with self._lock:

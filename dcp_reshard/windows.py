@@ -66,7 +66,7 @@ class Window:
             value = self.values[number][box].resolve_conj().resolve_neg().contiguous()
             yield value.reshape(-1, 1).view(torch.uint8).to(self.memory.device)
             return
-        placed = self.index.placed.get(number)
+        placed = self.index.placed.find(number)
         base = int(self.index.tape.positions[self.index.unit(number)])
         itemsize = self.index.numbering.itemsize(number)
         if placed is None:

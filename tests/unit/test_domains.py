@@ -17,7 +17,7 @@ from dcp_reshard.catalog import Catalog, StoredObject, StoredTensor
 from dcp_reshard.domains import Domains, Tape, plan_domains, plan_rounds, plan_tape
 from dcp_reshard.elements import count_before, split_range
 from dcp_reshard.numbering import number_items
-from dcp_reshard.pieces import Placed, Requests, TapeIndex, find_pieces, stride_order
+from dcp_reshard.pieces import Placed, PlacedTable, Requests, TapeIndex, find_pieces, stride_order
 from dcp_reshard.placing import WHOLE, count_shares, mark_blocks
 from tests.support.strategies import boxes, shapes
 
@@ -207,6 +207,12 @@ def make_catalog(shape: tuple[int, ...], item_bytes: int) -> Catalog:
     return Catalog({"w": stored}, {"o": StoredObject("o", 0, 16 + item_bytes, 40)}, ("file",))
 
 
+def table_of(placed: Placed) -> PlacedTable:
+    """The table of item 0 alone."""
+    row = ints(placed.start, placed.length, placed.crc, placed.base, *placed.strides)
+    return PlacedTable(ints(0), row[None], ints(len(placed.strides)))
+
+
 @given(strided_boxes(), st.data())
 def test_pieces_of_a_box_are_found_where_it_was_marked(strided: Any, data: Any) -> None:
     """The pieces are all elements of the box, each in the extent that holds its bytes."""
@@ -222,7 +228,7 @@ def test_pieces_of_a_box_are_found_where_it_was_marked(strided: Any, data: Any) 
         block_bytes=BLOCK,
     )
     placed = Placed(50, base + record, 0, base, strides)
-    index = TapeIndex(numbering, tape, ints(0, 1), numbers, {0: placed})
+    index = TapeIndex(numbering, tape, ints(0, 1), numbers, table_of(placed))
     requests = Requests.make([(0, box.offsets, box.sizes), (1, (0,), (40,))], num_dims=3)
     marks = mark_blocks(requests, index)
     domains = plan_domains(
@@ -262,7 +268,8 @@ def test_pieces_of_several_requests_are_in_the_order_of_requests() -> None:
     """Both sides of an exchange rely on it."""
     numbering = number_items(make_catalog((64,), 500))
     tape, numbers = plan_tape(ints(0), ints(100), ints(256), np.array([False]), block_bytes=BLOCK)
-    index = TapeIndex(numbering, tape, ints(0), numbers, {0: Placed(100, 256, 0, 0, (4,))})
+    placed = table_of(Placed(100, 256, 0, 0, (4,)))
+    index = TapeIndex(numbering, tape, ints(0), numbers, placed)
     requests = Requests.make([(0, (20,), (30,)), (0, (0,), (64,)), (0, (20,), (1,))], num_dims=1)
     domains = plan_domains(tape, np.ones(4, dtype=np.bool_), num_ranks=4, slot_bytes=BLOCK)
     pieces = find_pieces(requests, index, domains)
