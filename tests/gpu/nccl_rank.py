@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from typing import Any
@@ -56,17 +57,22 @@ def save(path: str) -> None:
 def load(path: str) -> None:
     expected = torch.load(f"{path}/expected.pt")
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    for placement in (Shard(0), Replicate()):
+    layouts = itertools.product((Shard(0), Shard(1), Replicate()), ("direct", "cooperative"))
+    for placement, mode in layouts:
         model = {
-            k: distribute_tensor(torch.full_like(v, -1.0).cuda(), mesh, [placement])
+            k: distribute_tensor(
+                torch.full_like(v, -1.0).cuda(), mesh, [placement if v.ndim > 1 else Shard(0)]
+            )
             for k, v in expected["model"].items()
         }
-        report = dcp_reshard.load({"model": model}, path)
+        report = dcp_reshard.load({"model": model}, path, mode=mode)
         assert report.records_unverified == 0, report
+        if dist.get_world_size() > 1:
+            assert report.cooperation.mode == mode, report
         for key, value in model.items():
             assert torch.equal(full(value).cpu(), expected["model"][key]), key
         osd = dcp_reshard.load_sharded_optimizer_state_dict(
-            model, "optimizer", dcp_reshard.ReshardStorageReader(path)
+            model, "optimizer", dcp_reshard.ReshardStorageReader(path, mode=mode)
         )
         for key, moments in expected["optimizer"].items():
             for name, value in moments.items():
