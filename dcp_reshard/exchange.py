@@ -221,9 +221,9 @@ class Exchange:
         """The memory that a piece goes to, dims in the order in which the chunk is stored."""
         want = self.wants[place.request]
         placed = self.reader.index.placed.find(want.number)
-        dest = want.dest
-        if placed is not None:
-            dest = dest.permute(stride_order(placed.strides))
+        if placed is None:
+            return [want.dest]  # what is read whole is sent whole
+        dest = want.dest.permute(stride_order(placed.strides))
         return [
             dest[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
             for offsets, sizes in split_range(dest.shape, place.first, place.last)

@@ -66,23 +66,28 @@ class Window:
             value = self.values[number][box].resolve_conj().resolve_neg().contiguous()
             yield value.reshape(-1, 1).view(torch.uint8).to(self.memory.device)
             return
-        placed = self.index.placed.find(number)
         base = int(self.index.tape.positions[self.index.unit(number)])
-        itemsize = self.index.numbering.itemsize(number)
+        placed = self.index.placed.find(number)
         if placed is None:
-            strides: tuple[int, ...] = (1,)
-            if number in self.payloads:
-                strides = self.payloads[number].strides
-                base += self.payloads[number].start
-            order: Sequence[int] = range(len(strides))
-        else:
-            strides = placed.strides
-            base += placed.base
-            order = stride_order(strides)
-        strides = tuple(strides[d] for d in order)
-        base += sum(offsets[d] * st for d, st in zip(order, strides, strict=True))
+            yield self._view_whole(number, offsets, sizes, base)
+            return
+        order = stride_order(placed.strides)
+        strides = tuple(placed.strides[d] for d in order)
+        base += placed.base + sum(offsets[d] * st for d, st in zip(order, strides, strict=True))
+        itemsize = self.index.numbering.itemsize(number)
         for inner, counts in split_range([sizes[d] for d in order], first, last):
             start = base + sum(o * st for o, st in zip(inner, strides, strict=True))
-            yield torch.as_strided(
-                self.memory, (*counts, itemsize), (*strides, 1), self.offset(start)
-            )
+            yield self._view(start, (*counts, itemsize), (*strides, 1))
+
+    def _view_whole(
+        self, number: int, offsets: Sequence[int], sizes: Sequence[int], base: int
+    ) -> torch.Tensor:
+        payload = self.payloads.get(number)
+        if payload is None:  # an object
+            return self._view(base, (*sizes, 1), (1, 1))
+        base += payload.start
+        base += sum(o * st for o, st in zip(offsets, payload.strides, strict=True))
+        return self._view(base, (*sizes, payload.dtype.itemsize), (*payload.strides, 1))
+
+    def _view(self, position: int, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+        return torch.as_strided(self.memory, sizes, strides, self.offset(position))
