@@ -181,6 +181,7 @@ def test_items_made_by_hand_are_read() -> None:
         (item(tensor_of(offset=1)), r"does not fit into"),
         (item(tensor_of(shape=(3, 3))), r"does not fit into"),
         (item(tensor_of(strides=(4, 1))), r"does not fit into"),
+        (item(tensor_of(shape=(1, 7), strides=(7, 1))), r"does not fit into"),
         (item(tensor_of(strides=(1 << 64, 1))), r"does not fit into"),
         (item(tensor_of(offset=-1)), r"cannot exist"),
         (item(tensor_of(strides=(-3, 1))), r"cannot exist"),
