@@ -138,7 +138,12 @@ def load_optimizer(
     assert isinstance(planner.planner, ReshardLoadPlanner)
     assert planner.planner.plan is not None
     report = make_report(planner.planner.plan, reader, rank=rank)
-    return replace(report, optimizer=load.report, unexpected=load.unexpected)
+    return replace(
+        report,
+        optimizer=load.report,
+        unexpected=load.unexpected,
+        objects=report.objects + load.group_values,
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +158,7 @@ class _OptimizerLoad:
     reader: ReshardStorageReader
     report: OptimizerReport = field(default_factory=OptimizerReport)
     unexpected: tuple[str, ...] = ()
+    group_values: int = 0
     _known: list[LiveParam] = field(default_factory=list)
     _group_plans: list[GroupPlan] = field(default_factory=list)
     _state: StatePlan | None = None
@@ -218,6 +224,7 @@ class _OptimizerLoad:
             )
         planner = ReshardLoadPlanner(allowed_classes=self.allowed_classes, flatten_state_dict=False)
         read_now(values, storage_reader=self.reader, planner=planner, metadata=metadata)
+        self.group_values = len(values)
         return make_saved_groups(stored, values)
 
     def _plan_state(

@@ -122,6 +122,7 @@ def test_a_parameter_that_left_the_optimizer_is_reported(tmp_path: Path) -> None
     assert report.extra == ("up.weight", "up.bias")
     assert set(state_by_name(other, fresh)) == {"down.weight", "down.bias"}
     assert whole.bytes_wanted == 4 * (2 * (5 * 14 + 5) + 2)
+    assert (whole.tensors, whole.objects) == (6, len(optimizer.param_groups[0]))
     assert set(whole.unexpected) == {
         f"optimizer.state.up.{p}.{s}"
         for p in ("weight", "bias")

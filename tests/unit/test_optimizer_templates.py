@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -82,3 +83,25 @@ def test_groups_that_are_gone_are_reported(tmp_path: Path) -> None:
     state = template(other, adamw(other), "nested")
     report = dcp_reshard.load(state, tmp_path)
     assert "optimizer.param_groups.1.lr" in report.unexpected
+
+
+def test_a_template_is_renamed_by_the_caller(tmp_path: Path) -> None:
+    """State that was saved from a wrapped model fills a flattened template by other names."""
+    model, other = Net(), Net()
+    optimizer, fresh = adamw(model), adamw(other)
+    step(model, optimizer)
+    saved = template(model, optimizer, "flattened")["optimizer"]
+    wrapped = {
+        key.replace("state.", "state._orig_mod.").replace("groups.", "groups._orig_mod."): value
+        for key, value in saved.items()
+    }
+    dcp.save({"optimizer": wrapped}, checkpoint_id=tmp_path)
+    state = template(other, fresh, "flattened")
+    dcp_reshard.load(
+        state,
+        tmp_path,
+        rename=lambda key: key.replace("state.", "state._orig_mod.").replace(
+            "groups.", "groups._orig_mod."
+        ),
+    )
+    assert same(state["optimizer"], saved)
