@@ -4,6 +4,7 @@ What happens in a load, from the top::
 
     dcp.load(state, storage_reader=ReshardStorageReader(path), planner=ReshardLoadPlanner())
       read_metadata              metadata.read_catalog     .metadata -> Catalog, as torch's Metadata
+                                 repair.repair_catalog     chunks that torch has recorded wrongly
       (planner)                  layout, plan              boxes held x chunks stored -> read items
       prepare_local_plan         keeps the items here; the coordinator gets a digest
       prepare_global_plan        compares the ranks' digests (coordinator)
@@ -141,7 +142,7 @@ class ReshardStorageReader(StorageReader):
     # per-rank metadata can be read, and then falls back on this rank alone while others wait.
     @portable
     def read_metadata(self) -> Metadata:
-        """Read the metadata, and nothing else.
+        """Read the metadata, and as good as nothing else (see `repair`).
 
         If the reader was given a process group, its first rank reads and sends the others what it
         found: they read nothing, and hold columns instead of objects. This is a collective call
