@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from dcp_reshard.container import Record, read_directory
+from dcp_reshard.container import read_directory
 from dcp_reshard.errors import CheckpointFormatError, UnsafeCheckpointError
 from dcp_reshard.payload import read_pickle
 from dcp_reshard.pickle_data import Call, Global, check_extent, find_calls, interpret_pickle
@@ -82,8 +82,8 @@ def check_data_only(
         return bytes(contents[start:end])
 
     directory = read_directory(len(contents), read, max_records=MAX_OBJECT_RECORDS)
-    data = read_pickle(_by_name(directory), read, max_bytes=MAX_OBJECT_BYTES)
-    assert data is not None
+    data = read_pickle({record.name: record for record in directory}, read, max_bytes=max_bytes)
+    assert data is not None  # it is not longer than the item
     left_out: list[object] = []
     value = interpret_pickle(data, left_out=left_out)
     check_extent([value, *left_out], max_depth=_MAX_DEPTH + 1, max_values=_MAX_VALUES)
@@ -125,16 +125,14 @@ def load_data(
             with torch.serialization.safe_globals(mine):
                 return torch.load(io.BytesIO(contents), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise UnsafeCheckpointError(f"not plain data: {str(error)[:500]}") from error
+        # What torch says before it is advice that does not apply here.
+        why = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
+        raise UnsafeCheckpointError(f"not plain data: {why.partition(chr(10))[0]:.500}") from error
     except Exception as error:
         # What torch and the classes allowed raise on bad arguments is of any type.
         raise CheckpointFormatError(
             f"not loadable ({type(error).__name__}: {str(error)[:500]})"
         ) from error
-
-
-def _by_name(directory: Iterable[Record]) -> dict[str, Record]:
-    return {record.name: record for record in directory}
 
 
 def _is_data(call: Call) -> bool:

@@ -1,7 +1,6 @@
 """The table of faults, first part: what a file system can do to a load in one process.
 
-Every call to the file system that a load makes is spoiled in turn. Rows that are tested elsewhere
-are listed at the end.
+Every call to the file system that a load makes is spoiled in turn.
 """
 
 from __future__ import annotations
