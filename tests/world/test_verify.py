@@ -51,7 +51,7 @@ def test_every_byte_is_read_once(whole: Path, options: ReaderOptions) -> None:
     assert report.records_unverified == 0
     size = (whole / "__0_0.distcp").stat().st_size
     assert size - 4096 <= checkpoint.data_bytes <= size + 4 * 4096
-    assert max(request.length for request in checkpoint.requests) <= options.max_request_bytes
+    assert max(request.length for request in checkpoint.data_requests) <= options.max_request_bytes
 
 
 def test_memory_stays_in_the_budget(whole: Path) -> None:
