@@ -68,7 +68,8 @@ class OptimizerOptions:
     Casts are reported, and one that overflows fails."""
 
     make_state: MakeState | None = None
-    """Makes the memory for a stored value in another way than this package would."""
+    """Makes the memory for a stored value in another way than this package would. It is not asked
+    for parameters that FSDP1 has flattened."""
 
     def __post_init__(self) -> None:
         """Check the choices."""
