@@ -19,8 +19,7 @@ import torch
 from dcp_reshard.box import BoxArray
 from dcp_reshard.catalog import Catalog, KeyPath, StoredObject, StoredTensor
 from dcp_reshard.errors import CheckpointFormatError
-from dcp_reshard.storage import check_file_name
-from dcp_reshard.unpickle import (
+from dcp_reshard.metadata_entries import (
     BytesEntry,
     ChunkEntry,
     IndexEntry,
@@ -30,6 +29,7 @@ from dcp_reshard.unpickle import (
     TensorEntry,
     TupleEntry,
 )
+from dcp_reshard.storage import check_file_name
 
 __all__ = ["build_catalog"]
 

@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_reshard import unpickle
+from dcp_reshard import metadata_entries
 from dcp_reshard.errors import CheckpointFormatError, ReshardError, UnsafeCheckpointError
-from dcp_reshard.unpickle import check_opcodes, unpickle_metadata
+from dcp_reshard.opcodes import check_opcodes
+from dcp_reshard.unpickle import unpickle_metadata
 from tests.support.checkpoints import save_state
 from tests.support.tensors import indexed_tensor
 
@@ -40,7 +41,7 @@ ALLOWED = (
 )
 
 
-def read(data: bytes) -> unpickle.MetadataEntry:
+def read(data: bytes) -> metadata_entries.MetadataEntry:
     return unpickle_metadata(data, file=".metadata")
 
 
@@ -86,11 +87,11 @@ def describe(entry: Any) -> Any:
         return [(describe(key), describe(value)) for key, value in entry.items()]
     if isinstance(entry, list):
         return [describe(value) for value in entry]
-    if isinstance(entry, tuple | unpickle.TupleEntry):
+    if isinstance(entry, tuple | metadata_entries.TupleEntry):
         return tuple(getattr(entry, "parts", entry))
     if isinstance(entry, os.PathLike):
         return os.fspath(entry)
-    if isinstance(entry, TensorProperties | unpickle._Properties):
+    if isinstance(entry, TensorProperties | metadata_entries.PropertiesEntry):
         return entry.dtype
     if type(entry).__module__.startswith(("dcp_reshard", "torch.distributed")):
         names = getattr(type(entry), "__slots__", None)

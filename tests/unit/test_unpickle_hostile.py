@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_reshard import unpickle
 from dcp_reshard.errors import CheckpointFormatError
-from dcp_reshard.unpickle import MetadataEntry, unpickle_metadata
+from dcp_reshard.metadata_entries import MetadataEntry
+from dcp_reshard.unpickle import unpickle_metadata
 
 METADATA = b"\x8c\x25torch.distributed.checkpoint.metadata"
 SIZE = torch.Size([2])
