@@ -11,12 +11,11 @@ records another offset and length than the rank's part has::
 Where a rank seems to hold nothing, the offset recorded is the length of the dim. Several such ranks
 look alike, and `dcp.save` keeps what one of them holds, so data may be lost.
 
-Given the pairs (offset, length) recorded along a dim and the length that each record really has,
-`find_true_runs` looks for layouts that would have been recorded so: FSDP over one axis, or over
-two (expert and tensor parallelism), of any sizes. Replicas on further axes change nothing. Up to 30
-rows and 6 x 6 ranks, all layouts with one axis that are recorded wrongly, and whose data are all
-there, are found, and each gives one answer. With two axes, several layouts may explain the same
-records.
+Given the pairs (offset, length) recorded along a dim, the length that each record really has, and
+the rank that wrote it, `find_true_runs` looks for layouts that would have been recorded so: FSDP
+over one axis, or over two (expert and tensor parallelism), of any sizes, in any larger mesh whose
+ranks count up along these axes in order. Up to 30 rows and 6 x 6 ranks, all layouts with one axis
+that are recorded wrongly, and whose data are all there, are found, and each gives one answer.
 
 What no one can see afterwards: with two axes there are layouts (9 rows over 2 x 2 x 3 ranks) whose
 records all have the recorded lengths, but lie elsewhere.
@@ -46,57 +45,64 @@ Axes = tuple[int, ...]
 
 
 def find_true_runs(
-    size: int, recorded: Sequence[Run], stored: Sequence[int], *, limit: int = 2
+    size: int,
+    recorded: Sequence[Run],
+    stored: Sequence[int],
+    writers: Sequence[int],
+    *,
+    limit: int = 2,
 ) -> list[tuple[Run, ...]]:
     """The ways in which the records of one dim can be understood so that they fill it.
 
     Args:
         size: Length of the dim.
-        recorded: What was recorded for each record. Records of ranks that seem to hold nothing come
-            in the order of the ranks.
+        recorded: What was recorded for each record.
         stored: Number of indices that each record really has.
+        writers: Rank that wrote each record.
         limit: No more answers than this are looked for.
 
     Returns:
         Different answers, each with the run that each record holds (of length 0, at `size`, for one
-        without elements). None also if there are too many layouts to look at them all.
+        without elements, and for a replica). None also if there are too many layouts to look at.
 
     Example:
         >>> recorded = [Run(0, 2), Run(4, 1), Run(2, 2), Run(5, 1), Run(6, 1), Run(7, 0)]
-        >>> [answer] = find_true_runs(7, recorded, [2, 1, 2, 1, 0, 1])
+        >>> [answer] = find_true_runs(7, recorded, [2, 1, 2, 1, 0, 1], range(6))
         >>> answer[4:]
         (Run(start=7, length=0), Run(start=6, length=1))
     """
     answers: list[tuple[Run, ...]] = []
-    start = next((r for r, s in zip(recorded, stored, strict=True) if r.start == 0 and s), None)
-    if start is None:
+    first = next((i for i, run in enumerate(recorded) if run.start == 0 and stored[i]), None)
+    if first is None:
         return answers
-    first = stored[recorded.index(start)]
     known = frozenset(recorded)
     count = sum(run.length > 0 for run in known)
-    ranks = _MAX_RANKS_TRIED
-    for axes in _layouts(size, first, count):
-        if _first_recorded_length(size, axes) != start.length:
+    records = list(zip(recorded, stored, writers, strict=True))
+    left = _MAX_RANKS_TRIED
+    for axes in _layouts(size, stored[first], count, max(writers)):
+        if _first_recorded_length(size, axes) != recorded[first].length:
             continue
-        held: dict[Run, list[Run]] = {}
+        ranks: list[tuple[Run, Run]] = []
         for coordinate in itertools.product(*map(range, axes)):
-            box, run = recorded_and_held(size, axes, coordinate)
-            ranks -= 1
-            if box not in known or ranks < 0:
+            left -= 1
+            ranks.append(recorded_and_held(size, axes, coordinate))
+            if ranks[-1][0] not in known or left < 0:
                 break
-            held.setdefault(box, []).extend([run] if run.length else [])
         else:
-            answer = _explain(size, held, recorded, stored) if held.keys() == known else None
-            if answer is not None and answer not in answers:
-                answers.append(answer)
-        if ranks < 0:
+            # Other axes may be inside of these, and their replicas outside.
+            for stride in range(1, max(writers) + 2):
+                left -= 1
+                answer = _explain(size, ranks, stride, records)
+                if answer is not None and answer not in answers:
+                    answers.append(answer)
+        if left < 0:
             return []
-        if len(answers) == limit:
+        if len(answers) >= limit:
             break
     return answers
 
 
-def _layouts(size: int, first: int, count: int) -> Iterator[Axes]:
+def _layouts(size: int, first: int, count: int, last_writer: int) -> Iterator[Axes]:
     """Layouts under which the first rank holds the first so many indices, of that many records."""
     inner_axes: list[tuple[int, ...]] = [(n,) for n in range(2, min(size, _MAX_AXIS) + 1)]
     inner_axes += itertools.product(range(2, min(size, _MAX_INNER_AXIS) + 1), repeat=2)
@@ -110,9 +116,8 @@ def _layouts(size: int, first: int, count: int) -> Iterator[Axes]:
         # Each shard of a piece is recorded for some rank.
         if -(-piece // first) > count:
             continue
-        # ceil(piece / dp) == first. More ranks than indices change nothing any more, but that one
-        # of them holds nothing.
-        last = piece + 1 if first == 1 else -(-piece // (first - 1)) - 1
+        # ceil(piece / dp) == first. More ranks than indices hold nothing, but count.
+        last = -(-piece // (first - 1)) - 1 if first > 1 else max(piece, last_writer // shards) + 1
         least = max(2, -(-piece // first), -(-count // shards))
         for dp in range(least, min(last, _MAX_RANKS // shards) + 1):
             yield dp, *inner
@@ -170,19 +175,25 @@ def _nested_chunk(size: int, axes: Axes, coordinate: Sequence[int]) -> tuple[int
 
 
 def _explain(
-    size: int, held: dict[Run, list[Run]], recorded: Sequence[Run], stored: Sequence[int]
+    size: int,
+    ranks: Sequence[tuple[Run, Run]],
+    stride: int,
+    records: Sequence[tuple[Run, int, int]],
 ) -> tuple[Run, ...] | None:
-    """What each record holds; None if some have other lengths, or what a rank held is missing."""
+    """What each record holds; None if it would not be this one, or if something is missing.
+
+    Args:
+        size: Length of the dim.
+        ranks: What is recorded for each rank of a layout, and what it holds.
+        stride: Distance of two neighbours in `ranks`, in the whole mesh.
+        records: What was recorded, the true length, the rank that wrote it.
+    """
     answer: list[Run] = []
-    seen = dict.fromkeys(held, 0)
-    for box, length in zip(recorded, stored, strict=True):
-        runs, number = held[box], seen[box]
-        if length and (not runs or runs[number % len(runs)].length != length):
+    seen: set[Run] = set()
+    for box, length, writer in records:
+        expected, held = ranks[writer // stride % len(ranks)]
+        if expected != box or held.length != length:
             return None
-        # Once all ranks of a layout have been seen, what follows are replicas of theirs.
-        is_new = length and number < len(runs)
-        answer.append(runs[number] if is_new else Run(size, 0))
-        seen[box] += length > 0
-    if any(seen[box] < len(runs) for box, runs in held.items()):
-        return None
-    return tuple(answer)
+        answer.append(Run(size, 0) if held in seen else held)
+        seen.add(held)
+    return None if {held for _, held in ranks if held.length} - seen else tuple(answer)

@@ -7,7 +7,7 @@ one as soon as there is any element.
 
 1. Tensors whose items have lengths that do not fit their recorded shapes, or whose chunks do not
    tile them, are picked out. No byte is read for the others.
-2. The shapes of their records are read.
+2. The shapes of their records are read; the names of their files say which rank wrote them.
 3. If all differences lie in one dim, the layouts that would have been recorded like this are
    looked for. If there is one answer, and it fills the tensor, the catalog gets the true boxes. If
    not, the tensor gets a `defect`, and is refused when it is asked for.
@@ -18,6 +18,7 @@ The same on all ranks: nothing but the checkpoint decides.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -40,6 +41,8 @@ _MIN_CHUNKS = 4
 _WHOLE_BYTES = 16 * 2**10
 _MAX_REQUEST_BYTES = 2**20
 _THREADS = 4
+# As `FileSystemWriter` names them: the rank, and the number of the file.
+_DATA_FILE = re.compile(r"__(\d{1,7})_\d{1,7}\.distcp")
 
 
 def repair_catalog(catalog: Catalog, source: ByteSource) -> Catalog:
@@ -61,7 +64,7 @@ def repair_catalog(catalog: Catalog, source: ByteSource) -> Catalog:
             continue
         if shapes is None:
             continue
-        found = _with_true_boxes(stored, shapes)
+        found = _with_true_boxes(stored, shapes, _find_writers(stored, catalog))
         if found is not stored:
             changed[stored.fqn] = found
     if not changed:
@@ -135,7 +138,16 @@ def _read_shapes(stored: StoredTensor, catalog: Catalog, source: ByteSource) -> 
     return np.array([found[item] for item in items], dtype=np.int64)
 
 
-def _with_true_boxes(stored: StoredTensor, shapes: IntMatrix) -> StoredTensor:
+def _find_writers(stored: StoredTensor, catalog: Catalog) -> list[int] | None:
+    """The rank that wrote each record, from the name of its file."""
+    names = [_DATA_FILE.fullmatch(catalog.files[number]) for number in stored.files.tolist()]
+    writers = [int(name[1]) for name in names if name]
+    return writers if len(writers) == len(names) else None
+
+
+def _with_true_boxes(
+    stored: StoredTensor, shapes: IntMatrix, writers: Sequence[int] | None
+) -> StoredTensor:
     chunks = stored.chunks
     # Shapes without elements come in various forms, and hold nothing either way.
     empty = (shapes == 0).any(axis=1) & (chunks.sizes == 0).any(axis=1)
@@ -145,9 +157,9 @@ def _with_true_boxes(stored: StoredTensor, shapes: IntMatrix) -> StoredTensor:
         return stored
     dims = np.flatnonzero(differ.any(axis=0)).tolist() or range(len(stored.shape))
     answers = []
-    if len(dims) == 1 or not differ.any():
+    if writers is not None and (len(dims) == 1 or not differ.any()):
         for dim in dims:
-            answers += _answers(stored, shapes, dim)
+            answers += _answers(stored, shapes, writers, dim)
     if len(answers) == 1:
         return answers[0]
     if not differ.any():
@@ -155,7 +167,9 @@ def _with_true_boxes(stored: StoredTensor, shapes: IntMatrix) -> StoredTensor:
     return replace(stored, defect=_describe(stored, shapes, differ, len(answers)))
 
 
-def _answers(stored: StoredTensor, shapes: IntMatrix, dim: int) -> list[StoredTensor]:
+def _answers(
+    stored: StoredTensor, shapes: IntMatrix, writers: Sequence[int], dim: int
+) -> list[StoredTensor]:
     """The tensor with true boxes, if the boxes recorded along this dim are wrong: all ways."""
     size = stored.shape[dim]
     chunks = stored.chunks
@@ -165,7 +179,8 @@ def _answers(stored: StoredTensor, shapes: IntMatrix, dim: int) -> list[StoredTe
     several = 1
     for rows in _groups(chunks, others):
         runs = [Run(int(chunks.offsets[i, dim]), int(chunks.sizes[i, dim])) for i in rows]
-        found = find_true_runs(size, runs, [int(shapes[i, dim]) for i in rows])
+        lengths = [int(shapes[i, dim]) for i in rows]
+        found = find_true_runs(size, runs, lengths, [writers[i] for i in rows])
         if not found:
             return []
         several = max(several, len(found))
