@@ -37,8 +37,8 @@ __all__ = ["find_true_runs", "recorded_and_held"]
 _MAX_AXIS = 256
 _MAX_INNER_AXIS = 32
 _MAX_RANKS = 1 << 14
-# Ranks of all layouts together; a few seconds of work.
-_MAX_RANKS_TRIED = 1 << 18
+# Ranks of all layouts together; a second of work.
+_MAX_RANKS_TRIED = 1 << 16
 
 Axes = tuple[int, ...]
 """Sizes of the axes that cut the dim, FSDP's first."""
