@@ -25,7 +25,8 @@ import torch
 from dcp_reshard.container import read_directory
 from dcp_reshard.errors import CheckpointFormatError, UnsafeCheckpointError
 from dcp_reshard.payload import read_pickle
-from dcp_reshard.pickle_data import Call, Global, check_extent, find_calls, interpret_pickle
+from dcp_reshard.pickle_data import Call, Global, interpret_pickle
+from dcp_reshard.pickle_extent import check_extent, find_calls
 
 __all__ = ["MAX_OBJECT_BYTES", "MAX_OBJECT_RECORDS", "check_data_only", "load_data"]
 

@@ -12,12 +12,12 @@ Only the opcodes that pickling data needs are known, of protocols 2 to 5.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dcp_reshard.errors import CheckpointFormatError, UnsafeCheckpointError
 
-__all__ = ["Call", "Global", "Persistent", "check_extent", "find_calls", "interpret_pickle"]
+__all__ = ["Call", "Global", "Persistent", "interpret_pickle"]
 
 # Each opcode makes at most one object: this bounds memory, whatever the pickle's size.
 _MAX_OPCODES = 8_000_000
@@ -93,73 +93,6 @@ def interpret_pickle(data: bytes, *, left_out: list[object] | None = None) -> ob
             f"the pickle is cut or broken at byte {machine.position}"
         ) from error
     raise CheckpointFormatError(f"the pickle has more than {_MAX_OPCODES} opcodes")
-
-
-def check_extent(value: object, *, max_depth: int, max_values: int) -> None:
-    """Check how deep a value is nested, and how many values it has, before anyone walks over it.
-
-    Values that occur several times are counted as often: a pickle of a few bytes can hold the same
-    list ten times, in a list that another holds ten times, and so on; or a list that holds itself.
-
-    Args:
-        value: Lists, tuples, dicts, calls, and whatever they hold.
-        max_depth: Deepest nesting allowed.
-        max_values: Most values allowed.
-
-    Raises:
-        UnsafeCheckpointError: It has more.
-    """
-    counts: dict[int, int] = {}
-    open_values: set[int] = set()
-    stack: list[tuple[object, Sequence[object] | None]] = [(value, None)]
-    while stack:
-        current, done = stack.pop()
-        key = id(current)
-        if done is not None:
-            open_values.discard(key)
-            counts[key] = 1 + sum(counts.get(id(child), 1) for child in done)
-            if counts[key] > max_values:
-                raise UnsafeCheckpointError(f"more than {max_values} values")
-            continue
-        children = _children(current)
-        if not children or key in counts:
-            continue
-        if key in open_values or len(open_values) >= max_depth:
-            raise UnsafeCheckpointError(f"values nested deeper than {max_depth}")
-        open_values.add(key)
-        stack.append((current, children))
-        stack += [(child, None) for child in children]
-
-
-def find_calls(value: object) -> Iterator[Call]:
-    """All calls in a value whose extent has been checked, each once.
-
-    Example:
-        >>> import collections, pickle
-        >>> [call.function for call in find_calls(interpret_pickle(pickle.dumps([{1}, {2}], 2)))]
-        ['__builtin__ set', '__builtin__ set']
-    """
-    seen: set[int] = set()
-    stack = [value]
-    while stack:
-        current = stack.pop()
-        children = _children(current)
-        if isinstance(current, Call):
-            yield current
-        for child in children:
-            if id(child) not in seen:
-                seen.add(id(child))
-                stack.append(child)
-
-
-def _children(value: object) -> Sequence[object]:
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, Call):
-        return value.args
-    if isinstance(value, Persistent):
-        return (value.id,)
-    return value if isinstance(value, (list, tuple)) else ()
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from dcp_reshard.container import Read, Record, read_directory
 from dcp_reshard.errors import CheckpointFormatError
 from dcp_reshard.payload import Payload, find_dtype, find_tensor, read_pickle
-from dcp_reshard.pickle_data import Call, Global, Persistent, check_extent, interpret_pickle
+from dcp_reshard.pickle_data import Call, Global, Persistent, interpret_pickle
+from dcp_reshard.pickle_extent import check_extent
 
 __all__ = ["NotData", "flatten_values", "read_torch_file"]
 

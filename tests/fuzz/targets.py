@@ -35,7 +35,8 @@ from dcp_reshard.local_files import check_file_name
 from dcp_reshard.metadata import read_catalog
 from dcp_reshard.objects import load_data
 from dcp_reshard.payload import find_tensor
-from dcp_reshard.pickle_data import check_extent, interpret_pickle
+from dcp_reshard.pickle_data import interpret_pickle
+from dcp_reshard.pickle_extent import check_extent
 from dcp_reshard.storage import ByteSource
 from dcp_reshard.unpickle import unpickle_metadata
 from tests.support.bad_checkpoints import make_state, save_good

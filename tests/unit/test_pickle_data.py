@@ -12,7 +12,8 @@ import pytest
 from hypothesis import strategies as st
 
 from dcp_reshard.errors import CheckpointFormatError, UnsafeCheckpointError
-from dcp_reshard.pickle_data import Call, Global, check_extent, interpret_pickle
+from dcp_reshard.pickle_data import Call, Global, interpret_pickle
+from dcp_reshard.pickle_extent import check_extent
 
 SCALARS = (
     st.none()
