@@ -27,9 +27,9 @@ from typing import Literal
 import numpy as np
 
 from dcp_reshard.catalog import StoredObject
-from dcp_reshard.direct import WantedPart
 from dcp_reshard.domains import IntArray
 from dcp_reshard.options import ReaderOptions
+from dcp_reshard.parts import WantedPart
 from dcp_reshard.ranges import plan_spans
 from dcp_reshard.storage import ByteSource, LocalSource
 

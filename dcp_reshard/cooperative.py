@@ -25,7 +25,6 @@ import numpy.typing as npt
 import torch
 
 from dcp_reshard.catalog import Catalog, StoredObject
-from dcp_reshard.direct import RecordUse, WantedPart
 from dcp_reshard.domains import Domains, IntArray, plan_domains, plan_rounds
 from dcp_reshard.exchange import Exchange, Want
 from dcp_reshard.item_checks import check_object_size, item_context
@@ -33,6 +32,7 @@ from dcp_reshard.lockstep import Lockstep
 from dcp_reshard.messages import sort_messages
 from dcp_reshard.numbering import Numbering, number_items
 from dcp_reshard.options import ReaderOptions
+from dcp_reshard.parts import RecordUse, WantedPart
 from dcp_reshard.pieces import Pieces, Requests, TapeIndex, find_pieces
 from dcp_reshard.placing import (
     WHOLE,

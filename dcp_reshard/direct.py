@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dcp_reshard.catalog import Catalog, StoredObject, StoredTensor
+from dcp_reshard.catalog import Catalog, StoredObject
 from dcp_reshard.container import Record
 from dcp_reshard.crc import CrcPart, crc32, find_crc
 from dcp_reshard.errors import CheckpointFormatError, CorruptRecordError, StorageError
@@ -29,50 +29,14 @@ from dcp_reshard.item_checks import (
     load_unknown,
 )
 from dcp_reshard.options import ReaderOptions
+from dcp_reshard.parts import RecordUse, WantedPart
 from dcp_reshard.payload import Payload
 from dcp_reshard.probe import Item, ItemBytes, probe_items
 from dcp_reshard.storage import CountingSource
 from dcp_reshard.template import PayloadProber
 from dcp_reshard.transfer import ChunkPart, RecordKey, Transfer, copy_elements, plan_requests
 
-__all__ = ["DirectRead", "RecordUse", "WantedPart"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WantedPart:
-    """Part of a stored chunk, and the memory that it goes to."""
-
-    fqn: str
-    """Key in the state dict."""
-
-    stored: StoredTensor
-    """The tensor in the checkpoint."""
-
-    chunk: int
-    """Number of the chunk."""
-
-    offsets: tuple[int, ...]
-    """First index of the part in each dim of the chunk."""
-
-    dest: torch.Tensor
-    """The destination; its shape is that of the part."""
-
-
-@dataclass(slots=True, eq=False)
-class RecordUse:
-    """A record of which something was read, and the checksums of what was."""
-
-    fqn: str
-    """Key of the tensor."""
-
-    length: int
-    """Bytes of the record."""
-
-    crc: int
-    """The recorded checksum; 0 if the writer computed none."""
-
-    parts: list[CrcPart] = field(default_factory=list)
-    """Checksums of the bytes read."""
+__all__ = ["DirectRead"]
 
 
 @dataclass(slots=True, eq=False)

@@ -20,12 +20,13 @@ from dcp_reshard.choice import (
     find_place,
 )
 from dcp_reshard.cooperative import CooperativeRead, Survey
-from dcp_reshard.direct import DirectRead, WantedPart
+from dcp_reshard.direct import DirectRead
 from dcp_reshard.domains import IntArray
 from dcp_reshard.errors import PeerFailedError
 from dcp_reshard.lockstep import Lockstep
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.outcome import leave_note
+from dcp_reshard.parts import WantedPart
 from dcp_reshard.report import Cooperation
 from dcp_reshard.storage import CountingSource
 

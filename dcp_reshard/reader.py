@@ -38,7 +38,6 @@ from torch.futures import Future
 
 from dcp_reshard.catalog import Catalog, CatalogSource, StoredObject
 from dcp_reshard.collectives import compute_once
-from dcp_reshard.direct import WantedPart
 from dcp_reshard.errors import CheckpointFormatError, InconsistentRanksError, PlanError
 from dcp_reshard.garbage import paused_gc
 from dcp_reshard.job_read import JobRead
@@ -46,6 +45,7 @@ from dcp_reshard.lockstep import Lockstep
 from dcp_reshard.metadata import DcpCheckpoint
 from dcp_reshard.objects import check_data_only
 from dcp_reshard.options import ReaderOptions
+from dcp_reshard.parts import WantedPart
 from dcp_reshard.portable import portable, to_portable
 from dcp_reshard.report import ReadStats
 from dcp_reshard.retry import RetryingSource

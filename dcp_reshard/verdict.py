@@ -23,9 +23,9 @@ import torch.distributed as dist
 from dcp_reshard.catalog import Catalog
 from dcp_reshard.collectives import collective_device
 from dcp_reshard.crc import CrcPart, find_crc, merge_parts
-from dcp_reshard.direct import RecordUse
 from dcp_reshard.errors import CorruptRecordError
 from dcp_reshard.options import Verify
+from dcp_reshard.parts import RecordUse
 from dcp_reshard.transfer import RecordKey
 
 __all__ = ["Verdict", "check_records"]

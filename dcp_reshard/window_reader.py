@@ -21,7 +21,6 @@ import torch
 
 from dcp_reshard.container import Record
 from dcp_reshard.crc import CrcPart, crc32
-from dcp_reshard.direct import RecordUse
 from dcp_reshard.domains import Domains, IntArray
 from dcp_reshard.errors import CheckpointFormatError, CorruptRecordError
 from dcp_reshard.item_checks import (
@@ -32,6 +31,7 @@ from dcp_reshard.item_checks import (
     load_unknown,
 )
 from dcp_reshard.options import ReaderOptions
+from dcp_reshard.parts import RecordUse
 from dcp_reshard.pieces import TapeIndex
 from dcp_reshard.probe import Item, ItemBytes
 from dcp_reshard.storage import CountingSource

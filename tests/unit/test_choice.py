@@ -19,8 +19,8 @@ from dcp_reshard.choice import (
     estimate_bytes,
     find_place,
 )
-from dcp_reshard.direct import WantedPart
 from dcp_reshard.options import ReaderOptions
+from dcp_reshard.parts import WantedPart
 from dcp_reshard.storage import CountingSource, LocalSource
 from tests.support.sources import RecordingSource
 

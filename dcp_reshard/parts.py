@@ -1,0 +1,49 @@
+"""What a read is asked for, and what it knows of the records afterwards; of either kind of read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from dcp_reshard.catalog import StoredTensor
+from dcp_reshard.crc import CrcPart
+
+__all__ = ["RecordUse", "WantedPart"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WantedPart:
+    """Part of a stored chunk, and the memory that it goes to."""
+
+    fqn: str
+    """Key in the state dict."""
+
+    stored: StoredTensor
+    """The tensor in the checkpoint."""
+
+    chunk: int
+    """Number of the chunk."""
+
+    offsets: tuple[int, ...]
+    """First index of the part in each dim of the chunk."""
+
+    dest: torch.Tensor
+    """The destination; its shape is that of the part."""
+
+
+@dataclass(slots=True, eq=False)
+class RecordUse:
+    """A record of which something was read, and the checksums of what was."""
+
+    fqn: str
+    """Key of the tensor."""
+
+    length: int
+    """Bytes of the record."""
+
+    crc: int
+    """The recorded checksum; 0 if the writer computed none."""
+
+    parts: list[CrcPart] = field(default_factory=list)
+    """Checksums of the bytes read."""
