@@ -52,6 +52,10 @@ WRONG: dict[str, tuple[Change, str]] = {
     "more sizes": (set_fields("chunk", sizes=size(2, 3, 1)), "a tensor of 2 dims"),
     "too many rows": (set_fields("chunk", sizes=size(5, 3)), r"`w`: .* lies outside"),
     "too many columns": (set_fields("chunk", sizes=size(2, 4)), r"lies outside of shape \(4, 3\)"),
+    "rows beyond the last": (
+        lambda m: vars(m.state_dict_metadata["w"].chunks[1]).update(sizes=size(3, 3)),
+        r"chunk at \(2, 0\) of \(3, 3\) lies outside",
+    ),
     "endless rows": (set_fields("chunk", sizes=size((1 << 63) - 1, 3)), "lies outside"),
     "a chunk that is not stored": (drop_index(1), r"chunk at \(2, 0\) is described but not"),
     "an object that is not stored": (drop_index(2), "object `n`: not stored"),

@@ -184,6 +184,9 @@ def test_the_rest_of_what_pickles_of_metadata_hold() -> None:
     for protocol in (2, 3, 4, 5):
         data = pickle.dumps(Metadata({}, version=value), protocol=protocol)
         assert read(data).version == value
+        many = [str(i) for i in range(400)]
+        many += [torch.Size([1, 2]), torch.Size([3] * 5), *many]
+        assert read(pickle.dumps(Metadata({}, version=many), protocol=protocol)).version == many
     itself = Metadata({})
     itself.planner_data = itself
     entry = read(pickle.dumps(itself))
