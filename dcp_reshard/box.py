@@ -12,7 +12,9 @@ cuts.
 3. A cell with a count of 0 is a hole, one with 2 or more an overlap; the first such cell is
    returned.
 
-With many dims a difference array has too many corners, and the boxes are added one by one.
+With many dims a difference array has too many corners, and the boxes are added one by one. Where
+there are too many cells, the region is halved; and where halving cuts through most boxes, they are
+compared with each other instead: boxes tile a region if they are as large together and disjoint.
 
 Knows nothing of bytes, files or torch.
 """
@@ -34,6 +36,8 @@ IntMatrix = npt.NDArray[np.int64]
 # Cells counted at once by `find_defect`; a region with more is halved first, which bounds memory
 # (8 bytes a cell) whatever the chunks look like.
 _MAX_CELLS = 1 << 21
+_MAX_PAIRS = 1 << 32
+_PAIRS_AT_ONCE = 1 << 20
 # Difference arrays are for the usual few dims: a box of d dims has 2**d corners.
 _MAX_CORNER_DIMS = 4
 
@@ -188,6 +192,9 @@ def find_defect(boxes: BoxArray, within: Box) -> Defect | None:
         boxes: Any boxes; parts outside of `within` are ignored.
         within: The region to be tiled. An empty region is tiled by anything.
 
+    Raises:
+        ValueError: There are very many boxes, and they are too irregular to be looked at.
+
     Example:
         >>> halves = BoxArray.from_boxes([Box((0,), (4,)), Box((5,), (3,))], ndim=1)
         >>> find_defect(halves, Box((0,), (8,)))
@@ -273,12 +280,76 @@ def _count_one_by_one(first: list[IntMatrix], last: list[IntMatrix], cells: list
 
 
 def _find_defect_in_halves(boxes: BoxArray, within: Box, edges: list[IntMatrix]) -> Defect | None:
-    dim = max(range(within.ndim), key=lambda d: len(edges[d]))
+    # Not the dim of most edges: where these differ from row to row, a part of the rows has few.
+    dim = min((d for d in range(within.ndim) if len(edges[d]) > 2), key=lambda d: len(edges[d]))
     middle = int(edges[dim][len(edges[dim]) // 2])
+    halves = []
     for start, end in ((within.offsets[dim], middle), (middle, within.ends[dim])):
         offsets = (*within.offsets[:dim], start, *within.offsets[dim + 1 :])
         sizes = (*within.sizes[:dim], end - start, *within.sizes[dim + 1 :])
-        defect = find_defect(boxes, Box(offsets, sizes))
+        halves.append(Box(offsets, sizes))
+    parts = [boxes.intersect(half)[1] for half in halves]
+    # A cut through many boxes makes more of them, and so does the next one: a few hundred boxes of
+    # many dims, each cut at places of its own, would become billions.
+    multiplies = 4 * sum(map(len, parts)) > 5 * len(boxes)
+    if multiplies and _tile(boxes, within):
+        return None
+    for part, half in zip(parts, halves, strict=True):
+        if multiplies and _tile(part, half):
+            continue
+        defect = find_defect(part, half)
         if defect is not None:
             return defect
     return None
+
+
+def _tile(parts: BoxArray, within: Box) -> bool:
+    """Whether parts of a region tile it: they are as large as it together, and none overlap."""
+    if math.prod(within.sizes) >= 1 << 62:
+        volume = sum(map(math.prod, parts.sizes.tolist()))
+    else:
+        volume = int(parts.sizes.prod(axis=1).sum()) if _fits(parts, within) else -1
+    return volume == within.numel and not _any_overlap(parts)
+
+
+def _fits(parts: BoxArray, within: Box) -> bool:
+    # So many parts, each of at most the region's size, that their sum may overflow.
+    return len(parts) * within.numel < 1 << 62 or not _any_overlap(parts)
+
+
+def _any_overlap(boxes: BoxArray) -> bool:
+    """Whether two of the boxes share an element; compares those that meet along one dim.
+
+    Raises:
+        ValueError: There are too many pairs that do.
+    """
+    starts, ends = boxes.offsets, boxes.ends
+    orders = [np.argsort(starts[:, d], kind="stable") for d in range(starts.shape[1])]
+    reach = [
+        np.searchsorted(starts[order, d], ends[order, d]) - np.arange(1, len(order) + 1)
+        for d, order in enumerate(orders)
+    ]
+    totals = [int(r.sum()) for r in reach]
+    dim = min(range(len(totals)), key=totals.__getitem__)
+    if totals[dim] > _MAX_PAIRS:
+        raise ValueError(f"{len(boxes)} boxes are too irregular to be compared with each other")
+    starts, ends, counts = starts[orders[dim]], ends[orders[dim]], reach[dim]
+    # Dims that tell most pairs apart first.
+    others = sorted((d for d in range(len(totals)) if d != dim), key=totals.__getitem__)
+    first = 0
+    while first < len(counts):
+        last = (
+            first
+            + 1
+            + int(np.searchsorted(np.cumsum(counts[first + 1 :]) + counts[first], _PAIRS_AT_ONCE))
+        )
+        one = np.repeat(np.arange(first, last), counts[first:last])
+        begin = np.repeat(np.cumsum(counts[first:last]) - counts[first:last], counts[first:last])
+        other = one + 1 + np.arange(len(one)) - begin
+        for d in others:
+            meet = (starts[one, d] < ends[other, d]) & (starts[other, d] < ends[one, d])
+            one, other = one[meet], other[meet]
+        if len(one):
+            return True
+        first = last
+    return False

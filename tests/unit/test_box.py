@@ -217,3 +217,20 @@ def test_find_defect_in_many_dims(lost: int | None) -> None:
     if found is not None and lost is not None:
         assert found.count == 0
         assert slabs[lost].contains(found.box)
+
+
+def test_find_defect_where_every_row_is_cut_at_places_of_its_own() -> None:
+    """Thousands of boxes whose edges make 24**6 cells are counted slab by slab."""
+    n, side = 24, 1000
+    columns = itertools.product(range(n), repeat=2)
+    tiles = [
+        Box((x, y * side + x, z * side * n + x * n + y), (1, side, side * n))
+        for x, y in columns
+        for z in range(n)
+    ]
+    within = Box((0, n, n * n), (n, side * (n - 1), side * n * (n - 1)))
+    assert find_defect(BoxArray.from_boxes(tiles, ndim=3), within) is None
+    lost = tiles.pop(len(tiles) // 2)
+    found = find_defect(BoxArray.from_boxes(tiles, ndim=3), within)
+    assert found is not None
+    assert lost.contains(found.box)
