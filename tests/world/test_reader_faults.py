@@ -147,13 +147,13 @@ def make_dest(full: State) -> State:
     return state
 
 
-def open_files() -> set[str]:
-    """The data files that this process has open."""
+def open_files(folder: Path) -> set[str]:
+    """The data files of this folder that the process has open."""
     targets = set()
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # what the listing itself had open
             targets.add(str(entry.readlink()))
-    return {target for target in targets if target.endswith(".distcp")}
+    return {t for t in targets if t.endswith(".distcp") and t.startswith(str(folder))}
 
 
 def test_a_file_cut_during_any_call_fails_the_load(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_file_cut_during_any_call_fails_the_load(tmp_path: Path) -> None:
         assert len(checkpoint.calls) == number + 1, "it went on after the error"
         if number < first_write:
             check_same(snapshot(state), before, where=f"call {number}")
-        assert open_files() == set()
+        assert open_files(tmp_path) == set()
 
 
 def test_a_file_that_changes_during_the_load_is_noticed(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_file_that_changes_during_the_load_is_noticed(tmp_path: Path) -> None:
     )
     assert isinstance(error, StorageError)
     assert "changed during the load" in str(error)
-    assert open_files() == set()
+    assert open_files(tmp_path) == set()
 
 
 @pytest.mark.parametrize("missing", [".metadata", "__0_0.distcp"])
