@@ -112,15 +112,15 @@ def test_all_missing_keys_are_named() -> None:
     source = catalog(
         stored("layers.0.weight", (2,)), stored("layers.1.weight", (2,)), objects=("step",)
     )
-    wants = {"layers.0.weigth": want((2,)), "layers.1.weight": want((2,)), "xyz": want((2,))}
+    wants = {"layers.0.weighd": want((2,)), "layers.1.weight": want((2,)), "xyz": want((2,))}
     with pytest.raises(MissingTensorError) as info:
         plan_reads(source, wants, objects=["step", "steps"])
     assert str(info.value) == (
-        "3 keys of the state dict are not in the checkpoint: `layers.0.weigth`, `xyz`, `steps` "
-        "(nearest to `layers.0.weigth`: `layers.0.weight`, `layers.1.weight`; "
+        "3 keys of the state dict are not in the checkpoint: `layers.0.weighd`, `xyz`, `steps` "
+        "(nearest to `layers.0.weighd`: `layers.0.weight`, `layers.1.weight`; "
         "nearest to `steps`: `step`)"
     )
-    assert info.value.fqn == "layers.0.weigth"
+    assert info.value.fqn == "layers.0.weighd"
     assert isinstance(info.value, KeyError)
 
 
