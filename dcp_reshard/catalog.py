@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcp_reshard.box import Box, BoxArray, find_defect
+from dcp_reshard.box import Box, BoxArray
+from dcp_reshard.coverage import find_defect
 from dcp_reshard.errors import CheckpointFormatError, ChunkCoverageError
 from dcp_reshard.payload import Payload
 from dcp_reshard.storage import ByteSource
@@ -110,7 +111,10 @@ class StoredTensor:
             ChunkCoverageError: Part of the tensor is stored by no chunk, or by several.
         """
         self.check_usable()
-        defect = find_defect(self.chunks, Box.full(self.shape))
+        try:
+            defect = find_defect(self.chunks, Box.full(self.shape))
+        except ValueError as error:
+            raise CheckpointFormatError(f"tensor `{self.fqn}`: {error}", fqn=self.fqn) from error
         if defect is None:
             return
         kind = "no chunk" if defect.count == 0 else f"{defect.count} chunks"

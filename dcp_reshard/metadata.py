@@ -24,7 +24,7 @@ from dcp_reshard.errors import CheckpointFormatError, StorageError
 from dcp_reshard.garbage import paused_gc
 from dcp_reshard.repair import repair_catalog
 from dcp_reshard.storage import ByteSource, open_source, read_bytes
-from dcp_reshard.unpickle import unpickle_metadata
+from dcp_reshard.unpickle import MAX_METADATA_BYTES, unpickle_metadata
 
 __all__ = ["DcpCheckpoint", "read_catalog"]
 
@@ -75,20 +75,40 @@ def read_catalog(source: ByteSource) -> Catalog:
                 f"{ranks[-1]}; the checkpoint is incomplete"
             )
         parts = [f"__{r}.metadata" for r in ranks]
+    if not parts and _appears(source):
+        parts = [METADATA_FILE]
     if not parts:
         shown = ", ".join(names[:8]) or "nothing"
         raise StorageError(
             f"no `{METADATA_FILE}` in the checkpoint; it holds {shown}"
             f"{' and more' if len(names) > 8 else ''}. DCP writes this file last: without it the "
-            f"save "
-            f"was interrupted, or this is not the folder of a checkpoint",
+            f"save was interrupted, or this is not the folder of a checkpoint",
             file=METADATA_FILE,
         )
     digest = hashlib.blake2b(digest_size=16)
     entries = []
     for name in parts:
-        data = read_bytes(source, name, 0, source.size(name))
+        size = source.size(name)
+        if size > MAX_METADATA_BYTES:
+            raise CheckpointFormatError(
+                f"file {name!r}: {size} bytes of metadata, allowed are {MAX_METADATA_BYTES}",
+                file=name,
+            )
+        data = read_bytes(source, name, 0, size)
         digest.update(len(data).to_bytes(8, "little") + data)
         entries.append(unpickle_metadata(data, file=name))
     catalog = build_catalog(entries, digest=digest.hexdigest())
     return replace(catalog, read_from=tuple(parts))
+
+
+def _appears(source: ByteSource) -> bool:
+    """Whether there is a metadata file that the list of names does not have.
+
+    A client of NFS may hold an old list, of a folder into which another node has just saved; asking
+    for the file itself makes it look.
+    """
+    try:
+        source.size(METADATA_FILE)
+    except StorageError:
+        return False
+    return True

@@ -25,8 +25,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from dcp_reshard.box import Box, BoxArray, IntMatrix, find_defect
+from dcp_reshard.box import Box, BoxArray, IntMatrix
 from dcp_reshard.catalog import Catalog, StoredTensor
+from dcp_reshard.coverage import find_defect
 from dcp_reshard.errors import ReshardError
 from dcp_reshard.misrecorded import find_true_runs
 from dcp_reshard.payload import probe_payload

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from dcp_reshard import box as box_module
-from dcp_reshard.box import Box, BoxArray, Defect, find_defect
+from dcp_reshard import coverage as coverage_module
+from dcp_reshard.box import Box, BoxArray
+from dcp_reshard.coverage import Defect, find_defect
 from tests.support.strategies import boxes, shapes, tilings
 
 
@@ -148,8 +149,8 @@ def test_find_defect_agrees_with_counting(
     """
     parts, within = scene
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(box_module, "_MAX_CELLS", max_cells)
-        patch.setattr(box_module, "_MAX_CORNER_DIMS", max_corner_dims)
+        patch.setattr(coverage_module, "_MAX_CELLS", max_cells)
+        patch.setattr(coverage_module, "_MAX_CORNER_DIMS", max_corner_dims)
         defect = find_defect(BoxArray.from_boxes(parts, ndim=within.ndim), within)
     assert (defect is None) == bool((count_boxes(parts, within) == 1).all())
     if defect is not None:

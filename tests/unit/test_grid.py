@@ -6,7 +6,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from dcp_reshard.box import Box, BoxArray, find_defect
+from dcp_reshard.box import Box, BoxArray
+from dcp_reshard.coverage import find_defect
 from dcp_reshard.errors import LayoutError
 from dcp_reshard.fused import FusedBlocks, cut_dim, join_dim
 from dcp_reshard.grid import plan_grid, plan_target

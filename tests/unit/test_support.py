@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-from dcp_reshard.box import Box, BoxArray, find_defect
+from dcp_reshard.box import Box, BoxArray
+from dcp_reshard.coverage import find_defect
 from dcp_reshard.storage import open_source, read_bytes
 from tests.support.checkpoints import check_world_loads, load_world, save_state, save_world
 from tests.support.sharded import row_boxes, sharded_tensor

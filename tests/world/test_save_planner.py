@@ -22,7 +22,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import dcp_reshard
 from dcp_reshard import LayoutError, ReshardSavePlanner
-from dcp_reshard.box import Box, BoxArray, find_defect
+from dcp_reshard.box import Box, BoxArray
+from dcp_reshard.coverage import find_defect
 from tests.support.checkpoints import check_world_loads, save_world
 from tests.support.sharded import row_boxes, sharded_tensor
 from tests.support.strided import COMBINATIONS, fsdp_over_tp
