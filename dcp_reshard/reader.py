@@ -9,12 +9,16 @@ What happens in a load, from the top::
       prepare_local_plan         keeps the items here; the coordinator gets a digest
       prepare_global_plan        compares the ranks' digests (coordinator)
       read_data
-        _resolve                 planner.resolve_tensor    item -> chunk, part of it, destination
-        memory direct.DirectRead.run
-          probe.probe_items      payload.probe_payload     where a chunk's elements lie; small ones
-          whole transfer.plan_requests ranges.plan_spans         boxes -> runs -> few large requests
-          transfer.Transfer.run  storage.read_into         preadv, straight into place where
-          possible
+        job_read.JobRead.run       choice                    each for itself, or together
+          _resolve                 planner.resolve_tensor    item -> chunk, part of it, destination
+          direct.DirectRead.run
+            probe.probe_items      payload.find_payload      where a chunk's elements lie; small ones
+                                                             whole
+            transfer.plan_requests ranges.plan_spans         boxes -> runs -> few large requests
+            transfer.Transfer.run  storage.read_into         preadv, straight into place if possible
+          cooperative.CooperativeRead.run
+            placing, domains       lockstep.exchange_rows    who reads what, and sends it to whom
+            exchange.Exchange.run  window_reader, windows    rounds: read, send, put into place
         verdict.check_records    crc.find_crc              parts of a record against its checksum
         planner.load_bytes, planner.commit_tensor
 """
