@@ -12,8 +12,8 @@ What happens in a load, from the top::
         job_read.JobRead.run       choice                    each for itself, or together
           _resolve                 planner.resolve_tensor    item -> chunk, part of it, destination
           direct.DirectRead.run
-            probe.probe_items      payload.find_payload      where a chunk's elements lie; small ones
-                                                             whole
+            probe.probe_items      payload.find_payload      where a chunk's elements lie; of small
+                                                             ones all bytes
             transfer.plan_requests ranges.plan_spans         boxes -> runs -> few large requests
             transfer.Transfer.run  storage.read_into         preadv, straight into place if possible
           cooperative.CooperativeRead.run
