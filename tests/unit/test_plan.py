@@ -65,7 +65,7 @@ def test_parts_fill_each_box_from_the_right_chunks(
 ) -> None:
     """Copying each part from its chunk makes each box what slicing the whole tensor gives."""
     chunks = data.draw(tilings(shape))
-    wanted = tuple(data.draw(st.lists(boxes(shape, min_size=1), max_size=3)))
+    wanted = tuple(data.draw(st.lists(boxes(shape, min_size=1), min_size=1, max_size=3)))
     wanted = tuple(box for box in wanted if not box.is_empty)
     plan = plan_reads(
         catalog(stored("w", shape, chunks)), {"w": Want(shape, torch.float32, wanted)}
@@ -77,10 +77,23 @@ def test_parts_fill_each_box_from_the_right_chunks(
         source = whole[chunk.slices()][part.region.relative_to(chunk.offsets).slices()]
         dest = found[part.shard][part.region.relative_to(box.offsets).slices()]
         assert (dest == -1).all()
+        assert source.shape == dest.shape
         dest.copy_(source)
     for tensor, box in zip(found, wanted, strict=True):
         assert torch.equal(tensor, whole[box.slices()])
     assert plan.bytes_wanted == 4 * sum(box.numel for box in wanted)
+
+
+def test_one_part_for_each_chunk_that_a_box_overlaps() -> None:
+    """Two boxes of a tensor in two chunks: one inside of a chunk, one over both."""
+    chunks = [Box((0, 0), (2, 6)), Box((2, 0), (2, 6))]
+    wanted = (Box((3, 1), (1, 2)), Box((1, 4), (2, 2)))
+    plan = plan_reads(catalog(stored("w", (4, 6), chunks)), {"w": want((4, 6), *wanted)})
+    assert plan.tensors[0].parts == (
+        ReadPart(1, 0, Box((3, 1), (1, 2))),
+        ReadPart(0, 1, Box((1, 4), (1, 2))),
+        ReadPart(1, 1, Box((2, 4), (1, 2))),
+    )
 
 
 def test_a_scalar_is_one_part() -> None:
