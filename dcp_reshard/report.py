@@ -226,6 +226,9 @@ class LoadReport:
     notes: tuple[str, ...] = ()
     """How the checkpoint's files were understood, where that is not plain."""
 
+    save_identity: str = "unproven"
+    """Whether all files are of one save: without a manifest nothing binds them together."""
+
     @property
     def read_amplification(self) -> float:
         """Bytes read over bytes wanted; 0 if nothing was wanted."""
