@@ -64,6 +64,7 @@ def thread_world(
     _install_threaded_pg()
     store = dist.HashStore()
     results: list[Any] = [None] * size
+    released: list[int] = []
     errors: list[tuple[int, BaseException]] = []
 
     def run(rank: int) -> None:
@@ -75,7 +76,7 @@ def thread_world(
                 dist.destroy_process_group()
         except SystemExit:
             # How torch releases a rank that waits for one that has failed.
-            pass
+            released.append(rank)
         except BaseException as error:
             errors.append((rank, error))
             ProcessLocalGroup.exception_handle(error)
@@ -100,6 +101,10 @@ def thread_world(
         ProcessLocalGroup.reset()
         _uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    if released and not errors:
+        # torch's release is global to the process: a thread that an earlier world gave up on has
+        # failed late, and ended this world, in which nothing was wrong.
+        return thread_world(size, fn, *args, timeout=timeout)
     if errors:
         rank, error = errors[0]
         error.add_note(f"(rank {rank} of {size})")
