@@ -113,7 +113,7 @@ class StoredTensor:
         self.check_usable()
         try:
             defect = find_defect(self.chunks, Box.full(self.shape))
-        except ValueError as error:
+        except CheckpointFormatError as error:
             raise CheckpointFormatError(f"tensor `{self.fqn}`: {error}", fqn=self.fqn) from error
         if defect is None:
             return

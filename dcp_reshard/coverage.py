@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dcp_reshard.box import Box, BoxArray, IntMatrix
+from dcp_reshard.errors import CheckpointFormatError
 
 __all__ = ["Defect", "find_defect"]
 
@@ -53,7 +54,7 @@ def find_defect(boxes: BoxArray, within: Box) -> Defect | None:
         within: The region to be tiled. An empty region is tiled by anything.
 
     Raises:
-        ValueError: There are very many boxes, and they are too irregular to be looked at.
+        CheckpointFormatError: There are very many boxes, too irregular to be looked at.
 
     Example:
         >>> halves = BoxArray.from_boxes([Box((0,), (4,)), Box((5,), (3,))], ndim=1)
@@ -217,7 +218,7 @@ def _find_overlap(boxes: BoxArray) -> tuple[int, int] | None:
     """Two boxes that share an element; compares those that meet along one dim.
 
     Raises:
-        ValueError: There are too many pairs that do.
+        CheckpointFormatError: There are too many pairs that do.
     """
     starts, ends = boxes.offsets, boxes.ends
     orders = [np.argsort(starts[:, d], kind="stable") for d in range(starts.shape[1])]
@@ -229,7 +230,9 @@ def _find_overlap(boxes: BoxArray) -> tuple[int, int] | None:
     totals = [int(counts.sum()) for counts in reach]
     dim = min(range(len(totals)), key=totals.__getitem__)
     if totals[dim] > _MAX_PAIRS:
-        raise ValueError(f"{len(boxes)} boxes are too irregular to be compared with each other")
+        raise CheckpointFormatError(
+            f"{len(boxes)} chunks are too irregular to be compared with each other"
+        )
     order, counts = orders[dim], reach[dim]
     # Dims that tell most pairs apart come first.
     others = sorted((d for d in range(len(totals)) if d != dim), key=totals.__getitem__)

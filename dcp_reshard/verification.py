@@ -106,7 +106,7 @@ class Verification:
             except StorageError as error:
                 self.add("file", error)
             self._advance(done - self._done)
-        known = {*self.catalog.files, ".metadata"}
+        known = {*self.catalog.files, *self.catalog.read_from}
         strange = [name for name in self.source.names() if name not in known]
         if strange:
             self.notes.append(f"{len(strange)} files that no key is in: {', '.join(strange[:5])}")
