@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from dcp_reshard import (
     Catalog,
@@ -37,11 +38,14 @@ from dcp_reshard.objects import load_data
 from dcp_reshard.payload import find_tensor
 from dcp_reshard.pickle_data import interpret_pickle
 from dcp_reshard.pickle_extent import check_extent
+from dcp_reshard.repair import repair_catalog
 from dcp_reshard.storage import ByteSource
 from dcp_reshard.unpickle import unpickle_metadata
 from tests.support.bad_checkpoints import make_state, save_good
 from tests.support.bad_files import object_item
+from tests.support.checkpoints import save_world
 from tests.support.items import reader, saved_bytes
+from tests.support.strided import fsdp_over_tp
 from tests.support.tensors import check_same, fill_with_sentinel, indexed_tensor, snapshot
 
 __all__ = ["SEEDS", "TARGETS"]
@@ -129,12 +133,24 @@ def fuzz_load(data: bytes) -> None:
         check_same(snapshot(state), snapshot(make_state()))
 
 
+def fuzz_repair(data: bytes) -> None:
+    """The metadata of a checkpoint whose boxes torch recorded wrongly: sound, or no catalog."""
+    source = _InMemory(_misrecorded() | {".metadata": data})
+    try:
+        catalog = source.read_catalog(source)
+        for stored in catalog.tensors.values():
+            stored.check_coverage()
+    except ReshardError:
+        return
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "metadata": fuzz_metadata,
     "container": fuzz_container,
     "pickle": fuzz_pickle,
     "object": fuzz_object,
     "load": fuzz_load,
+    "repair": fuzz_repair,
 }
 """The functions, by name."""
 
@@ -149,7 +165,7 @@ class _InMemory:
         return self
 
     def read_catalog(self, source: ByteSource) -> Catalog:
-        return read_catalog(source)
+        return repair_catalog(read_catalog(source), source)
 
     def names(self) -> list[str]:
         return sorted(self.files)
@@ -160,8 +176,9 @@ class _InMemory:
         return len(self.files[name])
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        self.size(name)
         for buffer in buffers:
-            part = self.files[check_file_name(name)][offset : offset + buffer.nbytes]
+            part = self.files[name][offset : offset + buffer.nbytes]
             if len(part) < buffer.nbytes:
                 raise StorageError(f"file {name!r}: ends before byte {offset}", file=name)
             buffer[:] = part
@@ -185,6 +202,17 @@ def _records() -> dict[str, Record]:
 def _files() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         torch.distributed.checkpoint.save(make_state(), checkpoint_id=folder)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+
+
+@cache
+def _misrecorded() -> dict[str, bytes]:
+    def make(rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+        return {f"w{rows}": fsdp_over_tp(indexed_tensor((rows, 2)), mesh) for rows in (7, 8)}
+
+    with tempfile.TemporaryDirectory() as folder:
+        save_world(folder, 6, make)
         return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
 
@@ -229,5 +257,6 @@ SEEDS: dict[str, Callable[[], list[bytes]]] = {
     ],
     "object": lambda: [_record(saved_bytes(value)) for value in _VALUES],
     "load": _load_seeds,
+    "repair": lambda: [_misrecorded()[".metadata"]],
 }
 """Inputs to begin with, by the name of the target."""

@@ -38,5 +38,5 @@ def test_mutated_inputs(name: str) -> None:
     generator = random.Random(name)  # noqa: S311  the same inputs in every run
     for seed in seeds:
         target(seed)
-    for _ in range(100 if name == "load" else 1000):
+    for _ in range(100 if name in ("load", "repair") else 1000):
         target(mutate(generator.choice(seeds), seeds, generator))
