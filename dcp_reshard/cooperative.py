@@ -36,11 +36,11 @@ from dcp_reshard.parts import RecordUse, WantedPart
 from dcp_reshard.pieces import Pieces, Requests, TapeIndex, find_pieces
 from dcp_reshard.placing import (
     WHOLE,
+    Limits,
     count_shares,
     find_items,
     make_index,
     mark_blocks,
-    slot_bytes,
 )
 from dcp_reshard.storage import CountingSource
 from dcp_reshard.transfer import RecordKey
@@ -67,6 +67,9 @@ class Survey:
 
     shares: npt.NDArray[np.int32]
     """How much of each item all ranks want together."""
+
+    limits: Limits
+    """What all ranks do alike, although their options may differ."""
 
     @property
     def unique_bytes(self) -> int:
@@ -133,7 +136,9 @@ class CooperativeRead:
             CheckpointFormatError: An object is unreasonably large.
             PeerFailedError: Another rank failed.
         """
-        with self.lockstep.phase("listing what it wants"):
+        limits = Limits.from_options(self.options)
+        with self.lockstep.phase("listing what it wants", facts=len(limits)) as told:
+            told.own = limits
             numbering = number_items(self.catalog)
             wants = [*_tensor_wants(parts, numbering), *_object_wants(objects, numbering)]
             requests = Requests.make(
@@ -142,7 +147,7 @@ class CooperativeRead:
             )
             shares = count_shares(requests, numbering)
         self.lockstep.reduce_sum(shares)
-        return Survey(wants, requests, numbering, shares)
+        return Survey(wants, requests, numbering, shares, Limits(*told.all.min(axis=0).tolist()))
 
     def run(self, survey: Survey) -> None:
         """Fill the destinations of all parts, and get the items of all objects; a collective call.
@@ -153,12 +158,17 @@ class CooperativeRead:
             DtypeMismatchError: A cast overflowed.
             PeerFailedError: Another rank failed.
         """
-        step, numbering = self.lockstep, survey.numbering
+        step, numbering, limits = self.lockstep, survey.numbering, survey.limits
         needed, rows = find_items(
-            survey.shares, numbering, source=self.source, options=self.options, lockstep=step
+            survey.shares,
+            numbering,
+            source=self.source,
+            options=self.options,
+            limits=limits,
+            lockstep=step,
         )
         with step.phase("finding the blocks that it needs"):
-            index = make_index(needed, rows, numbering, block_bytes=self.options.block_bytes)
+            index = make_index(needed, rows, numbering, block_bytes=limits.block_bytes)
             marks = mark_blocks(survey.requests, index)
         if len(index.placed):
             step.reduce_max(marks)
@@ -173,8 +183,8 @@ class CooperativeRead:
         with step.phase("planning its requests") as told:
             # Several rounds even for little, so that reading and exchanging overlap.
             part = int(index.tape.lengths.sum()) // (_LEAST_ROUNDS * step.size)
-            most = min(max(part, _LEAST_ROUND_BYTES), self.options.max_request_bytes)
-            slot = min(slot_bytes(self.options, step.size), most)
+            most = min(max(part, _LEAST_ROUND_BYTES), survey.limits.round_bytes)
+            slot = min(survey.limits.slot_bytes(step.size), most)
             domains = plan_domains(index.tape, needed, num_ranks=step.size, slot_bytes=slot)
             wanted = find_pieces(survey.requests, index, domains)
             owners = domains.owners[wanted.extents]
@@ -196,7 +206,7 @@ class CooperativeRead:
                 domains.slot_bytes,
                 loads[0],
                 loads[1],
-                budget=self.options.memory_budget,
+                budget=survey.limits.memory_budget,
                 read_limit=most,
             )
             num_rounds = int(rounds.max(initial=-1)) + 1

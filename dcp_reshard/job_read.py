@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dcp_reshard.catalog import Catalog, StoredObject
 from dcp_reshard.choice import (
@@ -133,10 +133,15 @@ class JobRead:
         objects: Sequence[StoredObject],
         survey: Survey,
     ) -> Choice:
-        with lockstep.phase("estimating what it would read", facts=1) as told:
-            told.own = (estimate_bytes(parts, objects, self.options),)
+        with lockstep.phase("estimating what it would read", facts=3) as told:
+            percent = round(100 * self.options.auto_ratio)
+            wanted = estimate_bytes(parts, objects, self.options)
+            told.own = (wanted, percent, self.options.auto_bytes)
+        # Alike on all ranks, although their options may differ.
+        _, percent, least = told.all.max(axis=0).tolist()
+        options = replace(self.options, auto_ratio=percent / 100, auto_bytes=least)
         return choose_by_bytes(
-            places, told.all[:, 0], unique_bytes=survey.unique_bytes, options=self.options
+            places, told.all[:, 0], unique_bytes=survey.unique_bytes, options=options
         )
 
     def _read_directly(

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,12 +30,12 @@ from dcp_reshard.template import PayloadProber
 
 __all__ = [
     "WHOLE",
+    "Limits",
     "Shares",
     "count_shares",
     "find_items",
     "make_index",
     "mark_blocks",
-    "slot_bytes",
 ]
 
 Shares = npt.NDArray[np.int32]
@@ -51,10 +52,39 @@ def count_shares(requests: Requests, numbering: Numbering) -> Shares:
     return shares
 
 
-def slot_bytes(options: ReaderOptions, num_ranks: int) -> int:
-    """What a rank reads at once: so little that there is room even if all ranks want all of it."""
-    fair = options.memory_budget // (2 * num_ranks + 2)
-    return max(options.block_bytes, min(fair, options.max_request_bytes))
+class Limits(NamedTuple):
+    """Numbers that all ranks must use alike: the least of what their options say."""
+
+    block_bytes: int
+    """Bytes of a block."""
+
+    shared_item_bytes: int
+    """Chunks up to this size are read whole, if half of them is wanted."""
+
+    whole_item_bytes: int
+    """Chunks up to this size are read whole."""
+
+    memory_budget: int
+    """Bytes of buffers."""
+
+    round_bytes: int
+    """Bytes that a rank reads in a round."""
+
+    @classmethod
+    def from_options(cls, options: ReaderOptions) -> Limits:
+        """What this rank's options say."""
+        return cls(
+            options.block_bytes,
+            options.shared_item_bytes,
+            options.whole_item_bytes,
+            options.memory_budget,
+            options.max_request_bytes,
+        )
+
+    def slot_bytes(self, num_ranks: int) -> int:
+        """What a rank reads at once: so little that there is room even if all want all of it."""
+        fair = self.memory_budget // (2 * num_ranks + 2)
+        return max(self.block_bytes, min(fair, self.round_bytes))
 
 
 def find_items(
@@ -63,6 +93,7 @@ def find_items(
     *,
     source: CountingSource,
     options: ReaderOptions,
+    limits: Limits,
     lockstep: Lockstep,
 ) -> tuple[IntArray, IntArray]:
     """Find out where all that is needed lies; a collective call.
@@ -71,7 +102,8 @@ def find_items(
         shares: How much of each item all ranks want.
         numbering: Numbers of the items.
         source: Where the bytes come from.
-        options: How to read.
+        options: How this rank reads.
+        limits: What all ranks do alike.
         lockstep: The ranks.
 
     Returns:
@@ -86,7 +118,7 @@ def find_items(
     with lockstep.phase("looking into large chunks") as told:
         (needed,) = np.nonzero(shares)
         _check_files(needed, numbering, source, lockstep)
-        known, unknown = _find_large(needed, shares, numbering, options, lockstep.size)
+        known, unknown = _find_large(needed, shares, numbering, limits, lockstep.size)
         found = [_known_row(number, numbering) for number in known.tolist()]
         mine = unknown[lockstep.rank :: lockstep.size].tolist()
         rows = _table(_probe(mine, numbering, source, options), numbering)
@@ -102,7 +134,7 @@ def _find_large(
     needed: IntArray,
     shares: Shares,
     numbering: Numbering,
-    options: ReaderOptions,
+    limits: Limits,
     num_ranks: int,
 ) -> tuple[IntArray, IntArray]:
     """Chunks to be read in blocks: those whose elements need not be looked for, and others."""
@@ -110,10 +142,10 @@ def _find_large(
     has_payloads = np.array([t.payloads is not None for t in numbering.tensors] + [False])
     # Where the elements are known without a container, there is nothing to be read with them.
     known = has_payloads[numbering.tensor_indices(chunks)]
-    limit = min(options.shared_item_bytes, slot_bytes(options, num_ranks))
+    limit = min(limits.shared_item_bytes, limits.slot_bytes(num_ranks))
     lengths = numbering.lengths[chunks]
     whole = (lengths <= limit) & (2 * shares[chunks] >= WHOLE)
-    whole |= lengths <= options.whole_item_bytes
+    whole |= lengths <= limits.whole_item_bytes
     return chunks[known], chunks[~known & ~whole]
 
 

@@ -71,6 +71,7 @@ class _PlanDigest:
 
     metadata: str
     keys: str
+    way: str
     num_items: int
     num_ranks: int = 0
 
@@ -205,12 +206,18 @@ class ReshardStorageReader(StorageReader):
         keys = hashlib.blake2b(digest_size=16)
         for fqn in sorted({item.dest_index.fqn for item in plan.items}):
             keys.update(fqn.encode(errors="surrogatepass") + b"\0")
-        digest = _PlanDigest(self._fingerprint(), keys.hexdigest(), len(plan.items))
+        digest = _PlanDigest(self._fingerprint(), keys.hexdigest(), self._way(), len(plan.items))
         self.waiting_for = "make their plans"
         if not self.options.keep_plan_local:
             return replace(plan, storage_data=digest)
         self._items = plan.items
         return replace(plan, items=[], storage_data=digest)
+
+    def _way(self) -> str:
+        """What decides which collective calls this rank is going to make."""
+        unverified = self.options.verify == "off"
+        group = "none" if self.process_group is None else "given"
+        return f"{self.mode}, {'un' if unverified else ''}verified, process group {group}"
 
     def _fingerprint(self) -> str:
         """A digest of the metadata as this rank sees it, also if another rank has read it.
@@ -236,6 +243,7 @@ class ReshardStorageReader(StorageReader):
         """
         digests = [plan.storage_data for plan in plans]
         _check_equal("metadata of the checkpoint", [d.metadata for d in digests])
+        _check_equal("mode, verification or process group", [d.way for d in digests])
         if self.options.require_same_keys:
             _check_equal("keys asked for", [d.keys for d in digests])
         return [

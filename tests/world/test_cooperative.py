@@ -693,6 +693,69 @@ def test_auto_chooses_by_storage_and_bytes(
         assert where in report.cooperation.reason
 
 
+def test_ranks_with_other_options(tmp_path: Path) -> None:
+    """Sizes, threads and budgets may differ, as on hosts with other CPUs; the least counts."""
+    save_state(tmp_path, {"w": indexed_tensor((300, 200)), "v": torch.ones(500)})
+    options = [
+        BLOCKS,
+        replace(BLOCKS, block_bytes=4096, shared_item_bytes=0, memory_budget=2**20, threads=1),
+        ReaderOptions(whole_item_bytes=0, auto_ratio=3),
+    ]
+
+    def load(rank: int, mode: str) -> str:
+        state = {"w": torch.zeros(300, 200), "v": torch.zeros(500)}
+        report = dcp_reshard.load(
+            state, RecordingCheckpoint(tmp_path), mode=mode, options=options[rank]
+        )
+        assert torch.equal(state["w"], indexed_tensor((300, 200)))
+        assert report.cooperation.buffer_bytes <= 2**19
+        return report.cooperation.mode
+
+    assert thread_world(3, load, "cooperative") == ["cooperative"] * 3
+    # The highest bars count: 64 MiB are not to be saved here.
+    assert thread_world(3, load, "auto") == ["direct"] * 3
+
+
+def test_ranks_that_would_wait_for_different_things(tmp_path: Path) -> None:
+    """Other modes, or verification on some ranks only, are an error on all before reading."""
+    save_state(tmp_path, {"w": torch.zeros(3, 3)})
+
+    def load(rank: int, mode: str, verify: str) -> str:
+        reader = ReshardStorageReader(
+            tmp_path,
+            mode=mode if rank else "direct",
+            options=ReaderOptions(verify=verify if rank else "available", threads=2),
+        )
+        state = {"w": torch.ones(3, 3)}
+        failures = find_failures(lambda: dcp.load(state, storage_reader=reader))
+        assert bool((state["w"] == 1).all())
+        return str(failures[0])
+
+    for mode, verify in (("cooperative", "available"), ("auto", "available"), ("direct", "off")):
+        for failure in thread_world(2, load, mode, verify):
+            assert "ranks differ in the mode, verification or process group" in failure
+
+
+def load_in_group_without_saying_so(rank: int, path: Path, mode: str) -> str:
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return ""
+    reader = ReshardStorageReader(path, mode=mode)
+    state = {"w": torch.zeros(300, 200)}
+    failures = find_failures(lambda: dcp.load(state, storage_reader=reader, process_group=group))
+    return str(failures[0]) if failures else reader.stats.cooperation.mode
+
+
+def test_a_group_that_the_reader_does_not_know(tmp_path: Path) -> None:
+    """Told to cooperate, it asks for the group; left to choose, every rank reads for itself."""
+    save_state(tmp_path, {"w": indexed_tensor((300, 200))})
+    modes = thread_world(3, load_in_group_without_saying_so, tmp_path, "auto")
+    assert modes == ["direct", "", "direct"]
+    for rank in (0, 2):
+        message = thread_world(3, load_in_group_without_saying_so, tmp_path, "cooperative")[rank]
+        assert "2 ranks take part in the load, but the reader's process group has 3" in message
+
+
 def test_a_single_rank_reads_directly(tmp_path: Path) -> None:
     """There is nobody to cooperate with: no error, and the report says so."""
     save_state(tmp_path, {"w": indexed_tensor((30, 20))})
