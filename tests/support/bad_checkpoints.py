@@ -196,6 +196,8 @@ METADATA_CASES = [
     Case("B04", "dotted", _pickled(b"\x8c\x05torch\x8c\x0cSize.__new__\x93"), _Unsafe, "Size.__"),
     Case("B04", "persistent id", _pickled(b"NQ"), _Unsafe, "opcode b'Q'"),
     Case("B04", "extension code", _pickled(b"\x82\x01"), _Unsafe, "opcode"),
+    Case("B05", "tuple as key", _pickled(b"}K\x01K\x02K\x03\x87Ns"), _Format, "unhashable"),
+    Case("B05", "deep key", _pickled(b"})" + b"\x85" * 10**6 + b"Ns"), _Unsafe, "tuples in tuples"),
     Case("B04", "trailing bytes", _append(b"abc"), _Format, "3 stray bytes"),
     *(
         Case("B06", f"{name} {what}", _set_place("v", **{what: value}), _Format, "`v`|missing")
