@@ -6,11 +6,11 @@ What happens in a load, from the top::
       read_metadata              metadata.read_catalog     .metadata -> Catalog, as torch's Metadata
                                  repair.repair_catalog     chunks that torch has recorded wrongly
       (planner)                  layout, plan              boxes held x chunks stored -> read items
-      prepare_local_plan         keeps the items here; the coordinator gets a digest
-      prepare_global_plan        compares the ranks' digests (coordinator)
+      prepare_local_plan         plan_digest.digest_plan   the items stay here, their digest travels
+      prepare_global_plan        plan_digest.check_digests on the coordinator
       read_data
         job_read.JobRead.run       choice                    each for itself, or together
-          _resolve                 planner.resolve_tensor    item -> chunk, part of it, destination
+          wanted.Wanted.resolve    planner.resolve_tensor    item -> chunk, part of it, destination
           direct.DirectRead.run
             probe.probe_items      payload.find_payload      where a chunk's elements lie; of small
                                                              ones all bytes
@@ -20,60 +20,44 @@ What happens in a load, from the top::
             placing, domains       lockstep.exchange_rows    who reads what, and sends it to whom
             exchange.Exchange.run  window_reader, windows    rounds: read, send, put into place
         verdict.check_records    crc.find_crc              parts of a record against its checksum
-        planner.load_bytes, planner.commit_tensor
+        wanted.Wanted.deliver    planner.load_bytes, planner.commit_tensor
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
 import logging
 import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_reshard.catalog import Catalog, CatalogSource, StoredObject
+from dcp_reshard.catalog import Catalog, CatalogSource
 from dcp_reshard.collectives import compute_once
-from dcp_reshard.errors import CheckpointFormatError, InconsistentRanksError, PlanError
+from dcp_reshard.errors import PlanError
 from dcp_reshard.garbage import paused_gc
 from dcp_reshard.job_read import JobRead
 from dcp_reshard.lockstep import Lockstep
 from dcp_reshard.metadata import DcpCheckpoint
-from dcp_reshard.objects import check_data_only
 from dcp_reshard.options import ReaderOptions
-from dcp_reshard.parts import WantedPart
+from dcp_reshard.plan_digest import PlanDigest, check_digests, digest_plan
 from dcp_reshard.portable import portable, to_portable
 from dcp_reshard.report import ReadStats
 from dcp_reshard.retry import RetryingSource
-from dcp_reshard.storage import CountingSource, read_bytes
+from dcp_reshard.storage import CountingSource
 from dcp_reshard.torch_metadata import broken_metadata, catalog_of, to_torch_metadata
 from dcp_reshard.verdict import check_records
+from dcp_reshard.wanted import Wanted
 
 __all__ = ["ReshardStorageReader"]
 
 logger = logging.getLogger(__name__)
-
-_FINGERPRINT_FILES = 4
-_FINGERPRINT_BYTES = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class _PlanDigest:
-    """What the coordinator gets of a rank's plan, and gives back with the number of ranks."""
-
-    metadata: str
-    keys: str
-    way: str
-    num_items: int
-    num_ranks: int = 0
 
 
 class ReshardStorageReader(StorageReader):
@@ -197,16 +181,9 @@ class ReshardStorageReader(StorageReader):
 
     @portable
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Keep the plan here, and send a digest of it instead.
-
-        torch 2.13 gathers the plans of all ranks on the coordinator, hands them to a planner that
-        does nothing with them, and scatters them again: 98 MB per rank for 180 tensors of 4096
-        chunks.
-        """
-        keys = hashlib.blake2b(digest_size=16)
-        for fqn in sorted({item.dest_index.fqn for item in plan.items}):
-            keys.update(fqn.encode(errors="surrogatepass") + b"\0")
-        digest = _PlanDigest(self._fingerprint(), keys.hexdigest(), self._way(), len(plan.items))
+        """Keep the plan here, and send a digest of it instead."""
+        assert self._source is not None
+        digest = digest_plan(plan, self._catalog, source=self._source, way=self._way())
         self.waiting_for = "make their plans"
         if not self.options.keep_plan_local:
             return replace(plan, storage_data=digest)
@@ -219,20 +196,6 @@ class ReshardStorageReader(StorageReader):
         group = "none" if self.process_group is None else "given"
         return f"{self.mode}, {'un' if unverified else ''}verified, process group {group}"
 
-    def _fingerprint(self) -> str:
-        """A digest of the metadata as this rank sees it, also if another rank has read it.
-
-        The end of a ``.metadata`` file has the id of its save: a rank that sees the folder of
-        another checkpoint is found out by a few bytes.
-        """
-        assert self._source is not None
-        digest = hashlib.blake2b(self._catalog.digest.encode(), digest_size=16)
-        for name in self._catalog.read_from[:_FINGERPRINT_FILES]:
-            size = self._source.size(name)
-            end = read_bytes(self._source, name, max(0, size - _FINGERPRINT_BYTES), size)
-            digest.update(size.to_bytes(8, "little") + end)
-        return digest.hexdigest()
-
     @portable
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Compare the digests of all ranks, on the coordinator.
@@ -242,10 +205,7 @@ class ReshardStorageReader(StorageReader):
                 that is not allowed); the error reaches all ranks.
         """
         digests = [plan.storage_data for plan in plans]
-        _check_equal("metadata of the checkpoint", [d.metadata for d in digests])
-        _check_equal("mode, verification or process group", [d.way for d in digests])
-        if self.options.require_same_keys:
-            _check_equal("keys asked for", [d.keys for d in digests])
+        check_digests(digests, require_same_keys=self.options.require_same_keys)
         return [
             replace(plan, storage_data=replace(digest, num_ranks=len(plans)))
             for plan, digest in zip(plans, digests, strict=True)
@@ -264,23 +224,12 @@ class ReshardStorageReader(StorageReader):
         assert self._source is not None
         self.waiting_for = "read their parts"
         lockstep = self._find_peers(plan)
-        started = resolved = time.perf_counter()
-        parts: list[tuple[ReadItem, WantedPart]] = []
-        objects: list[ReadItem] = []
-        known: dict[str, bytes] = {}
-
-        def resolve() -> tuple[list[WantedPart], list[StoredObject]]:
-            nonlocal parts, objects, resolved
-            parts, objects = self._resolve(self._planned_items(plan), planner)
-            stored = [self._catalog.objects[item.storage_index.fqn] for item in objects]
-            known.update((o.fqn, o.known.contents(o.fqn)) for o in stored if o.known is not None)
-            resolved = time.perf_counter()
-            return [part for _, part in parts], [o for o in stored if o.known is None]
-
+        started = time.perf_counter()
+        wanted = Wanted(self._catalog, planner)
         job = JobRead(
             self.mode, self._source, self._catalog, self.options, lockstep, self.on_progress
         )
-        read, cooperation = job.run(resolve)
+        read, cooperation = job.run(lambda: wanted.resolve(self._planned_items(plan)))
         finished = time.perf_counter()
         self.waiting_for = "send checksums of what they have read"
         verdict = check_records(
@@ -290,25 +239,21 @@ class ReshardStorageReader(StorageReader):
             exchange=lockstep is not None,
             group=self.process_group,
         )
-        for item in objects:
-            fqn = item.storage_index.fqn
-            self._load_object(item, known[fqn] if fqn in known else read.objects[fqn], planner)
-        for item, part in parts:
-            planner.commit_tensor(item, part.dest)
+        wanted.deliver(read.objects, allow_unsafe_pickle=self.options.allow_unsafe_pickle)
         self.stats.requests = self._source.requests
         self.stats.bytes_read = self._source.bytes_read
         self.stats.retries = self._retrying.retries
         self.stats.rereads = read.rereads
         self.stats.notes = self._catalog.notes
         self.stats.bytes_direct = read.bytes_direct
-        self.stats.chunks_read = len({(part.stored.fqn, part.chunk) for _, part in parts})
+        self.stats.chunks_read = wanted.num_chunks
         self.stats.chunks_read_whole = tuple(sorted(read.chunks_read_whole))
         self.stats.records_verified = verdict.verified
         self.stats.records_unverified = verdict.unverified
         self.stats.cooperation = cooperation
         self.stats.seconds |= read.seconds | {
-            "resolve": resolved - started,
-            "read": finished - resolved,
+            "resolve": wanted.seconds,
+            "read": finished - started - wanted.seconds,
             "verify": time.perf_counter() - finished,
         }
         self._items = ()
@@ -317,19 +262,9 @@ class ReshardStorageReader(StorageReader):
         future.set_result(None)
         return future
 
-    def _load_object(self, item: ReadItem, contents: bytes, planner: LoadPlanner) -> None:
-        # torch's planner unpickles whatever it is given, and so runs it.
-        if not (self.options.allow_unsafe_pickle or getattr(planner, "checks_objects", False)):
-            fqn = item.storage_index.fqn
-            try:
-                check_data_only(memoryview(contents))
-            except CheckpointFormatError as error:
-                raise type(error)(f"object `{fqn}`: {error}", fqn=fqn) from error
-        planner.load_bytes(item, io.BytesIO(contents))
-
     def _find_peers(self, plan: LoadPlan) -> Lockstep | None:
         """The ranks that this one reads together with; None if it reads alone."""
-        num_ranks = plan.storage_data.num_ranks if isinstance(plan.storage_data, _PlanDigest) else 1
+        num_ranks = plan.storage_data.num_ranks if isinstance(plan.storage_data, PlanDigest) else 1
         if num_ranks == 1 or (self.mode == "direct" and self.options.verify == "off"):
             return None
         size = dist.get_world_size(self.process_group)
@@ -354,63 +289,11 @@ class ReshardStorageReader(StorageReader):
 
     def _planned_items(self, plan: LoadPlan) -> Sequence[ReadItem]:
         digest = plan.storage_data
-        if not self.options.keep_plan_local or not isinstance(digest, _PlanDigest):
+        if not self.options.keep_plan_local or not isinstance(digest, PlanDigest):
             return plan.items
         if plan.items or digest.num_items != len(self._items):
             raise PlanError(
                 "the planner changed the plan after it was made, but the plan had been kept on "
-                "this "
-                "rank; use `ReaderOptions(keep_plan_local=False)` with this planner"
+                "this rank; use `ReaderOptions(keep_plan_local=False)` with this planner"
             )
         return self._items
-
-    def _resolve(
-        self, items: Sequence[ReadItem], planner: LoadPlanner
-    ) -> tuple[list[tuple[ReadItem, WantedPart]], list[ReadItem]]:
-        parts: list[tuple[ReadItem, WantedPart]] = []
-        objects: list[ReadItem] = []
-        for item in items:
-            index = item.storage_index
-            if item.type == LoadItemType.BYTE_IO:
-                if index.fqn not in self._catalog.objects:
-                    raise PlanError(
-                        f"key `{index.fqn}`: not an object of the checkpoint", fqn=index.fqn
-                    )
-                objects.append(item)
-                continue
-            stored = self._catalog.tensors.get(index.fqn)
-            chunk = None
-            if stored is not None:
-                chunk = stored.find_chunk(tuple(index.offset or ()), index.index)
-            if stored is None or chunk is None:
-                raise PlanError(
-                    f"key `{index.fqn}`: the checkpoint has no chunk at {index.offset!r}",
-                    fqn=index.fqn,
-                )
-            # Planners other than ours do not ask.
-            stored.check_usable()
-            dest = planner.resolve_tensor(item).detach()
-            if tuple(dest.size()) != tuple(item.lengths):
-                raise PlanError(
-                    f"tensor `{item.dest_index.fqn}`: the planner gave memory of shape "
-                    f"{tuple(dest.size())!r} for a part of shape {tuple(item.lengths)!r}",
-                    fqn=item.dest_index.fqn,
-                )
-            if dest.numel():
-                offsets = tuple(item.storage_offsets)
-                parts.append((item, WantedPart(item.dest_index.fqn, stored, chunk, offsets, dest)))
-        return parts, objects
-
-
-def _check_equal(what: str, digests: Sequence[str]) -> None:
-    ranks: dict[str, list[int]] = {}
-    for rank, digest in enumerate(digests):
-        ranks.setdefault(digest, []).append(rank)
-    if len(ranks) > 1:
-        groups = "; ".join(f"ranks {_short(group)} one" for group in ranks.values())
-        raise InconsistentRanksError(f"ranks differ in the {what}: {groups}")
-
-
-def _short(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
