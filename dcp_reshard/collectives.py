@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dcp_reshard.errors import PeerFailedError
 
-__all__ = ["all_ranks_succeeded", "collective_device", "compute_once"]
+__all__ = ["collective_device", "compute_once"]
 
 Value = TypeVar("Value")
 
@@ -20,13 +20,6 @@ def collective_device(group: dist.ProcessGroup | None) -> torch.device:
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def all_ranks_succeeded(*, ok: bool, group: dist.ProcessGroup | None) -> bool:
-    """Whether all ranks of the group call this with `ok`; a collective call."""
-    failed = torch.tensor([0 if ok else 1], dtype=torch.int64, device=collective_device(group))
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-    return not failed.item()
 
 
 def compute_once(function: Callable[[], Value], *, group: dist.ProcessGroup) -> Value:

@@ -159,7 +159,7 @@ class CooperativeRead:
             PeerFailedError: Another rank failed.
         """
         step, numbering, limits = self.lockstep, survey.numbering, survey.limits
-        needed, rows = find_items(
+        needed, tables = find_items(
             survey.shares,
             numbering,
             source=self.source,
@@ -168,6 +168,7 @@ class CooperativeRead:
             lockstep=step,
         )
         with step.phase("finding the blocks that it needs"):
+            rows = np.concatenate(tables)
             index = make_index(needed, rows, numbering, block_bytes=limits.block_bytes)
             marks = mark_blocks(survey.requests, index)
         if len(index.placed):

@@ -2,12 +2,14 @@
 
 Alone, a rank reads for itself. Together with others it first agrees that all of them know what they
 want; then they choose how to read (`choice`), and read: each for itself (`direct`), or each byte
-once for all (`cooperative`). If that fails on one rank, all are told.
+once for all (`cooperative`). Then the checksums are compared (`verdict`). If any of that fails on
+one rank, all are told.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,10 +31,28 @@ from dcp_reshard.outcome import leave_note
 from dcp_reshard.parts import WantedPart
 from dcp_reshard.report import Cooperation
 from dcp_reshard.storage import CountingSource
+from dcp_reshard.verdict import Verdict, check_records
 
-__all__ = ["JobRead"]
+__all__ = ["JobRead", "ReadResult"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadResult:
+    """What a rank has read."""
+
+    read: DirectRead | CooperativeRead
+    """Objects, records and counters."""
+
+    cooperation: Cooperation
+    """How the ranks have read."""
+
+    verdict: Verdict
+    """Whether the bytes are those that were stored."""
+
+    verify_seconds: float
+    """Time in which checksums were exchanged and compared."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,29 +79,36 @@ class JobRead:
 
     def run(
         self, resolve: Callable[[], tuple[Sequence[WantedPart], Sequence[StoredObject]]]
-    ) -> tuple[DirectRead | CooperativeRead, Cooperation]:
-        """Read; a collective call, unless this rank reads alone.
+    ) -> ReadResult:
+        """Read, and compare checksums; a collective call, unless this rank reads alone.
 
         Args:
             resolve: Gives the parts and objects that this rank wants. May fail.
 
         Raises:
             StorageError: Bytes could not be read.
-            CheckpointFormatError: An item is not what the metadata say.
+            CheckpointFormatError: An item is not what the metadata say, or has the wrong checksum.
             DtypeMismatchError: A cast overflowed.
             PeerFailedError: Another rank failed.
         """
         if self.lockstep is None:
             direct = DirectRead(self.source, self.catalog, self.options, self.on_progress)
             self._read_and_close(direct, *resolve())
-            return direct, Cooperation(mode="direct", reason="this rank reads alone")
+            return self._check(direct, Cooperation(mode="direct", reason="this rank reads alone"))
         try:
             with self.lockstep.held_interrupts():
-                return self._run_together(self.lockstep, resolve)
+                return self._check(*self._run_together(self.lockstep, resolve))
         except PeerFailedError as error:
             if error.__cause__ is not None:  # a collective call has failed
                 leave_note()
             raise
+
+    def _check(self, read: DirectRead | CooperativeRead, cooperation: Cooperation) -> ReadResult:
+        started = time.perf_counter()
+        verdict = check_records(
+            read.records, self.catalog, verify=self.options.verify, lockstep=self.lockstep
+        )
+        return ReadResult(read, cooperation, verdict, time.perf_counter() - started)
 
     def _run_together(
         self,
@@ -134,15 +161,13 @@ class JobRead:
         survey: Survey,
     ) -> Choice:
         with lockstep.phase("estimating what it would read", facts=3) as told:
-            percent = round(100 * self.options.auto_ratio)
+            percent, unique_bytes = round(100 * self.options.auto_ratio), survey.unique_bytes
             wanted = estimate_bytes(parts, objects, self.options)
             told.own = (wanted, percent, self.options.auto_bytes)
         # Alike on all ranks, although their options may differ.
         _, percent, least = told.all.max(axis=0).tolist()
         options = replace(self.options, auto_ratio=percent / 100, auto_bytes=least)
-        return choose_by_bytes(
-            places, told.all[:, 0], unique_bytes=survey.unique_bytes, options=options
-        )
+        return choose_by_bytes(places, told.all[:, 0], unique_bytes=unique_bytes, options=options)
 
     def _read_directly(
         self,

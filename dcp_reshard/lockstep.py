@@ -163,13 +163,15 @@ class Lockstep:
             told: Their counts, from the phase before.
             what: What is exchanged, for the errors.
         """
-        flat = torch.from_numpy(np.concatenate(outgoing)).to(self.device)
-        received = flat.new_empty((sum(told.counts_in), flat.shape[1]))
+        with self.phase(f"making room for {what}"):
+            flat = torch.from_numpy(np.concatenate(outgoing)).to(self.device)
+            received = flat.new_empty((sum(told.counts_in), flat.shape[1]))
+            rows: IntArray = np.empty(tuple(received.shape), dtype=np.int64)
         with self._waiting(f"send {what}"):
             dist.all_to_all_single(
                 received, flat, list(told.counts_in), list(told.counts), group=self.group
             )
-            rows: IntArray = received.cpu().numpy()
+            torch.from_numpy(rows).copy_(received)
         return np.split(rows, np.cumsum(told.counts_in)[:-1])
 
     def exchange_bytes(

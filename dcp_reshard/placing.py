@@ -95,7 +95,7 @@ def find_items(
     options: ReaderOptions,
     limits: Limits,
     lockstep: Lockstep,
-) -> tuple[IntArray, IntArray]:
+) -> tuple[IntArray, list[IntArray]]:
     """Find out where all that is needed lies; a collective call.
 
     Args:
@@ -107,8 +107,8 @@ def find_items(
         lockstep: The ranks.
 
     Returns:
-        Numbers of the items that anyone needs, and a row for each of those that are to be read in
-        blocks, as `PlacedTable.from_rows` takes them.
+        Numbers of the items that anyone needs, and tables with a row for each of those that are to
+        be read in blocks, as `PlacedTable.from_rows` takes them.
 
     Raises:
         StorageError: Bytes could not be read, or a file is cut.
@@ -127,7 +127,7 @@ def find_items(
     if len(unknown):
         what = "where large chunks lie"
         tables += lockstep.exchange_rows([rows] * lockstep.size, told, what=what)
-    return needed, np.concatenate(tables)
+    return needed, tables
 
 
 def _find_large(

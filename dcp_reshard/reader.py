@@ -19,7 +19,7 @@ What happens in a load, from the top::
           cooperative.CooperativeRead.run
             placing, domains       lockstep.exchange_rows    who reads what, and sends it to whom
             exchange.Exchange.run  window_reader, windows    rounds: read, send, put into place
-        verdict.check_records    crc.find_crc              parts of a record against its checksum
+          verdict.check_records    crc.find_crc              parts of a record against its checksum
         wanted.Wanted.deliver    planner.load_bytes, planner.commit_tensor
 """
 
@@ -52,7 +52,6 @@ from dcp_reshard.report import ReadStats
 from dcp_reshard.retry import RetryingSource
 from dcp_reshard.storage import CountingSource
 from dcp_reshard.torch_metadata import broken_metadata, catalog_of, to_torch_metadata
-from dcp_reshard.verdict import check_records
 from dcp_reshard.wanted import Wanted
 
 __all__ = ["ReshardStorageReader"]
@@ -229,16 +228,8 @@ class ReshardStorageReader(StorageReader):
         job = JobRead(
             self.mode, self._source, self._catalog, self.options, lockstep, self.on_progress
         )
-        read, cooperation = job.run(lambda: wanted.resolve(self._planned_items(plan)))
-        finished = time.perf_counter()
-        self.waiting_for = "send checksums of what they have read"
-        verdict = check_records(
-            read.records,
-            self._catalog,
-            verify=self.options.verify,
-            exchange=lockstep is not None,
-            group=self.process_group,
-        )
+        result = job.run(lambda: wanted.resolve(self._planned_items(plan)))
+        seconds, read = time.perf_counter() - started, result.read
         wanted.deliver(read.objects, allow_unsafe_pickle=self.options.allow_unsafe_pickle)
         self.stats.requests = self._source.requests
         self.stats.bytes_read = self._source.bytes_read
@@ -248,13 +239,13 @@ class ReshardStorageReader(StorageReader):
         self.stats.bytes_direct = read.bytes_direct
         self.stats.chunks_read = wanted.num_chunks
         self.stats.chunks_read_whole = tuple(sorted(read.chunks_read_whole))
-        self.stats.records_verified = verdict.verified
-        self.stats.records_unverified = verdict.unverified
-        self.stats.cooperation = cooperation
+        self.stats.records_verified = result.verdict.verified
+        self.stats.records_unverified = result.verdict.unverified
+        self.stats.cooperation = result.cooperation
         self.stats.seconds |= read.seconds | {
             "resolve": wanted.seconds,
-            "read": finished - started - wanted.seconds,
-            "verify": time.perf_counter() - finished,
+            "read": seconds - wanted.seconds - result.verify_seconds,
+            "verify": result.verify_seconds,
         }
         self._items = ()
         self.waiting_for = "end the load"

@@ -7,9 +7,8 @@
 3. Records without a stored checksum, and such of which no chain of parts covers all, stay
    unverified.
 
-Before anything is sent, the ranks agree that all of them have come this far: a rank whose read
-failed takes part in the agreement, and no other waits for its parts. For the same reason nothing is
-compared, and no error raised, before the parts have been sent.
+Nothing is compared before the parts have been sent, so that each rank can say what is wrong with
+the records that it owns.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
+import numpy as np
 
 from dcp_reshard.catalog import Catalog
-from dcp_reshard.collectives import collective_device
 from dcp_reshard.crc import CrcPart, find_crc, merge_parts
+from dcp_reshard.domains import IntArray
 from dcp_reshard.errors import CorruptRecordError
+from dcp_reshard.lockstep import Lockstep
 from dcp_reshard.options import Verify
 from dcp_reshard.parts import RecordUse
 from dcp_reshard.transfer import RecordKey
@@ -50,33 +49,35 @@ def check_records(
     catalog: Catalog,
     *,
     verify: Verify,
-    exchange: bool,
-    group: dist.ProcessGroup | None,
+    lockstep: Lockstep | None,
 ) -> Verdict:
-    """Compare the checksums of all records that were read.
+    """Compare the checksums of all records that were read; a collective call, if with others.
 
     Args:
         records: What this rank has read.
         catalog: The checkpoint; the same on all ranks.
         verify: What to compare.
-        exchange: Whether all ranks of the group are here, so that parts can be put together. Then
-            this is a collective call.
-        group: The ranks that load together.
+        lockstep: The ranks that load together, whose parts are put together; None if this rank
+            loads alone.
 
     Raises:
         CorruptRecordError: A record does not have its stored checksum, or could not be compared
             although `verify` is ``"required"``.
+        PeerFailedError: Another rank failed before the parts were sent.
     """
     if verify == "off":
         return Verdict(0, len(records))
-    found = [
-        (key, use, find_crc(use.parts, use.length) if _has_crc(use) else None)
-        for key, use in records.items()
-    ]
-    if exchange:
-        partial = {key: use for key, use, crc in found if crc is None and use.crc}
+    if lockstep is None:
+        found = _sum_up(records)
+    else:
+        with lockstep.phase("adding up checksums") as told:
+            found = _sum_up(records)
+            partial = {key: use for key, use, crc in found if crc is None and use.crc}
+            outgoing = _list_parts(partial, catalog, lockstep.size)
+            told.counts = [len(rows) for rows in outgoing]
+        tables = lockstep.exchange_rows(outgoing, told, what="checksums of what they have read")
         found = [(key, use, crc) for key, use, crc in found if key not in partial]
-        for key, use in _gather_parts(partial, catalog, group).items():
+        for key, use in _join_parts(tables, catalog).items():
             _check_replicas(key, use, catalog)
             found.append((key, use, find_crc(use.parts, use.length)))
     verified = 0
@@ -87,6 +88,16 @@ def check_records(
             _compare(key, use.length, use.crc, crc, catalog)
             verified += 1
     return Verdict(verified, len(found) - verified)
+
+
+def _sum_up(
+    records: Mapping[RecordKey, RecordUse],
+) -> list[tuple[RecordKey, RecordUse, int | None]]:
+    """The checksum of each record, if this rank has read all of it and one was stored."""
+    return [
+        (key, use, find_crc(use.parts, use.length) if _has_crc(use) else None)
+        for key, use in records.items()
+    ]
 
 
 def _has_crc(use: RecordUse) -> bool:
@@ -111,40 +122,28 @@ def _check_replicas(key: RecordKey, use: RecordUse, catalog: Catalog) -> None:
             )
 
 
-def _gather_parts(
-    partial: Mapping[RecordKey, RecordUse], catalog: Catalog, group: dist.ProcessGroup | None
-) -> dict[RecordKey, RecordUse]:
-    """Parts of all ranks of the records that this rank owns; a collective call."""
-    size = dist.get_world_size(group)
+def _list_parts(
+    partial: Mapping[RecordKey, RecordUse], catalog: Catalog, num_ranks: int
+) -> list[IntArray]:
+    """What each rank has to know of the records that it owns."""
     numbers = {name: i for i, name in enumerate(catalog.files)}
-    outgoing: list[list[int]] = [[] for _ in range(size)]
+    outgoing: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
     for (file, start), use in partial.items():
         head = (numbers[file], start, use.length, use.crc)
-        owner = (numbers[file] + start // 64) % size
-        for part in merge_parts(use.parts):
-            outgoing[owner] += (*head, part.start, part.end, part.crc)
+        owner = (numbers[file] + start // 64) % num_ranks
+        outgoing[owner] += [(*head, p.start, p.end, p.crc) for p in merge_parts(use.parts)]
+    return [np.array(rows, dtype=np.int64).reshape(-1, _ROW) for rows in outgoing]
+
+
+def _join_parts(tables: Sequence[IntArray], catalog: Catalog) -> dict[RecordKey, RecordUse]:
+    """The records that this rank owns, with the parts that all ranks have read of them."""
     owned: dict[RecordKey, RecordUse] = {}
-    for row in _exchange_rows(outgoing, group):
+    for row in (row for table in tables for row in table.tolist()):
         file_number, start, length, crc, first, end, part_crc = row
         key = (catalog.files[file_number], start)
         use = owned.setdefault(key, RecordUse("", length, crc))
         use.parts.append(CrcPart(first, end, part_crc))
     return owned
-
-
-def _exchange_rows(
-    outgoing: Sequence[Sequence[int]], group: dist.ProcessGroup | None
-) -> list[list[int]]:
-    device = collective_device(group)
-    counts_out = torch.tensor([len(rows) for rows in outgoing], device=device)
-    counts_in = torch.empty_like(counts_out)
-    dist.all_to_all_single(counts_in, counts_out, group=group)
-    splits_in, splits_out = counts_in.tolist(), counts_out.tolist()
-    flat = torch.tensor([n for rows in outgoing for n in rows], dtype=torch.int64, device=device)
-    received = torch.empty(sum(splits_in), dtype=torch.int64, device=device)
-    dist.all_to_all_single(received, flat, splits_in, splits_out, group=group)
-    rows: list[list[int]] = received.view(-1, _ROW).tolist()
-    return rows
 
 
 def _compare(key: RecordKey, length: int, stored: int, found: int, catalog: Catalog) -> None:
