@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -23,12 +23,15 @@ from dcp_reshard import (
     ReaderOptions,
     ReshardLoadPlanner,
     ReshardStorageReader,
+    cooperative,
+    verdict,
 )
 from dcp_reshard.options import RetryPolicy
 from dcp_reshard.outcome import own_errors
 from dcp_reshard.payload import PROBE_BYTES
 from dcp_reshard.storage import ByteSource
 from tests.support.failures import find_failures
+from tests.support.faults import EXCEPTIONS
 from tests.support.processes import RankError
 from tests.support.sources import RecordingCheckpoint
 from tests.support.tensors import check_same, fill_with_sentinel, indexed_tensor, snapshot
@@ -161,10 +164,10 @@ class FailingCheckpoint(RecordingCheckpoint):
 def fail(how: str) -> None:
     if how == "die":
         os.kill(os.getpid(), signal.SIGKILL)
-    if how == "interrupt":
+    if how == "Ctrl-C":
         os.kill(os.getpid(), signal.SIGINT)
         return
-    raise OSError(5, "told to fail")
+    raise EXCEPTIONS[how]()
 
 
 class FailingPlanner(ReshardLoadPlanner):
@@ -197,44 +200,81 @@ class DyingReader(ReshardStorageReader):
 PHASES = {
     "agreement": "end finding out what it wants",
     "placing": "end looking into large chunks",
+    "planning": "end planning its requests",
     "requests": "send their requests",
     "read": "end reading round 1 of ",
     "exchange": "send the bytes of round 2 of ",
     "scatter": "end reading round 2 of ",
+    "verdict": "end adding up checksums",
 }
+# A call to the storage, by method and number. What fails in the exchange is the read of the next
+# round, which goes on meanwhile.
+CALLS = {"placing": ("size", 1), "read": ("read", 1), "exchange": ("read", 2)}
+# No hook of the caller's is called there: a function of this package fails.
+FUNCTIONS: dict[str, tuple[Any, str]] = {
+    "planning": (cooperative, "plan_domains"),
+    "verdict": (verdict, "find_crc"),
+}
+# "requests" is a collective call, in which a rank can only die; the work for it is "planning".
+WORK = sorted(PHASES.keys() - {"requests"})
 VICTIM = 1
 
 
-def load_failing(rank: int, path: str, phase: str, how: str) -> dict[int, BaseException]:
+def load_failing(rank: int, path: str, phase: str, how: str) -> None:
     """A load of replicas, in which one rank fails."""
-    victim = rank == VICTIM
-    # What fails in the exchange is the read of the next round, which goes on meanwhile.
-    calls_until = {"placing": ("size", 1), "read": ("read", 1), "exchange": ("read", 2)}
-    where, number = calls_until.get(phase, ("", 0))
+    state = {f"w{i}": torch.zeros(shape, dtype=DTYPES[i]) for i, shape in enumerate(SHAPES)}
     checkpoint: Any = RecordingCheckpoint(path)
-    if victim and (phase, how) != ("exchange", "die"):
-        checkpoint = FailingCheckpoint(path, where=where, number=number, how=how)
+    planner = ReshardLoadPlanner()
     calls = 0
 
     def on_progress(done: int, total: int) -> None:
         nonlocal calls
         calls += 1
-        if victim and phase == "scatter" and calls == 1:
+        if rank == VICTIM and phase == "scatter" and calls == 1:
             fail(how)
 
-    planner = ReshardLoadPlanner()
-    if victim and phase == "agreement":
+    dies_waiting = how == "die" and phase in ("requests", "exchange")
+    if rank == VICTIM and phase in CALLS and not dies_waiting:
+        where, number = CALLS[phase]
+        checkpoint = FailingCheckpoint(path, where=where, number=number, how=how)
+    if rank == VICTIM and phase == "agreement":
         planner = FailingPlanner()
         planner.how = how
     reader = DyingReader(checkpoint, mode="cooperative", options=OPTIONS, on_progress=on_progress)
-    state = {f"w{i}": torch.zeros(shape, dtype=DTYPES[i]) for i, shape in enumerate(SHAPES)}
-    if victim and how == "die" and phase in ("requests", "exchange"):
+    if rank == VICTIM and dies_waiting:
         reader.dies_at = PHASES[phase]
-    with own_errors(
-        group=dist.group.WORLD, waiting_for=lambda: f"all ranks to {reader.waiting_for}"
-    ):
+
+    def load() -> None:
         dcp.load(state, storage_reader=reader, planner=planner)
-    return {}
+
+    if rank == VICTIM and phase in FUNCTIONS:
+        with failing_function(*FUNCTIONS[phase], how):
+            load()
+    else:
+        load()
+
+
+@contextmanager
+def failing_function(module: Any, name: str, how: str) -> Iterator[None]:
+    """In this process, a function of a module fails, or dies, before it does its work."""
+    real = getattr(module, name)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        fail(how)
+        return real(*args, **kwargs)
+
+    setattr(module, name, failing)
+    try:
+        yield
+    finally:
+        setattr(module, name, real)
+
+
+def load_telling(rank: int, path: str, phase: str, how: str) -> None:
+    """The same, and what `dcp_reshard.load` makes of a failure."""
+    waiting_for = "all ranks to " + PHASES[phase]
+    with own_errors(group=dist.group.WORLD, waiting_for=lambda: waiting_for):
+        load_failing(rank, path, phase, how)
 
 
 @pytest.mark.parametrize("size", [3, 4])
@@ -242,7 +282,7 @@ def load_failing(rank: int, path: str, phase: str, how: str) -> dict[int, BaseEx
 def test_a_rank_that_dies(saved: str, phase: str, size: int) -> None:
     """The others are told which rank it was, and what they waited for; none waits for ever."""
     with pytest.raises(BaseExceptionGroup) as caught:
-        gloo_world(size, load_failing, saved, phase, "die")
+        gloo_world(size, load_telling, saved, phase, "die")
     errors = caught.value.exceptions
     assert len(errors) == size
     assert sum(isinstance(error, RankError) for error in errors) == 1
@@ -258,24 +298,43 @@ def catch_failing(rank: int, path: str, phase: str, how: str) -> dict[int, str]:
     return {number: f"{type(error).__name__}: {error}" for number, error in failures.items()}
 
 
+def check_outcomes(outcomes: Sequence[dict[int, str]]) -> str:
+    """What the victim has raised; all ranks must have been told it, and who it was."""
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    assert sorted(outcomes[0]) == list(range(len(outcomes)))
+    for rank in set(outcomes[0]) - {VICTIM}:
+        start = f"PeerFailedError: rank {VICTIM} of the load failed while "
+        assert outcomes[0][rank].startswith(start)
+    return outcomes[0][VICTIM]
+
+
 @pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize("phase", sorted(PHASES.keys() - {"requests"}))
+@pytest.mark.parametrize("phase", WORK)
 def test_a_rank_that_fails(saved: str, phase: str, size: int) -> None:
     """All ranks raise the same: that rank's error, and that it was this rank on the others."""
-    outcomes = gloo_world(size, catch_failing, saved, phase, "fail")
-    assert all(outcome == outcomes[0] for outcome in outcomes)
-    assert sorted(outcomes[0]) == list(range(size))
-    for rank, failure in outcomes[0].items():
-        if rank == VICTIM:
-            assert "told to fail" in failure
-        else:
-            assert failure.startswith(f"PeerFailedError: rank {VICTIM} of the load failed while ")
+    assert "told to fail" in check_outcomes(
+        gloo_world(size, catch_failing, saved, phase, "os")
+    )
 
 
-def load_interrupted(rank: int, path: str) -> str:
+def catch_every_kind(rank: int, path: str, phase: str) -> list[dict[int, str]]:
+    return [catch_failing(rank, path, phase, kind) for kind in EXCEPTIONS]
+
+
+@pytest.mark.parametrize("phase", WORK)
+def test_any_exception_in_any_phase(saved: str, phase: str) -> None:
+    """No memory, an interrupt, what cannot be pickled: all ranks are told, and load again."""
+    by_rank = gloo_world(3, catch_every_kind, saved, phase)
+    for kind, outcomes in zip(EXCEPTIONS, zip(*by_rank, strict=True), strict=True):
+        told = check_outcomes(outcomes)
+        assert type(EXCEPTIONS[kind]()).__name__ in told or kind == "os", kind
+        assert "told to fail" in told or kind in ("no text", "bytes"), kind
+
+
+def load_interrupted(rank: int, path: str, phase: str) -> str:
     before = signal.getsignal(signal.SIGINT)
     try:
-        load_failing(rank, path, "scatter", "interrupt")
+        load_telling(rank, path, phase, "Ctrl-C")
         return "loaded"
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
@@ -283,22 +342,23 @@ def load_interrupted(rank: int, path: str) -> str:
         assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_rank_that_is_interrupted(saved: str) -> None:
+@pytest.mark.parametrize("phase", ["planning", "scatter", "verdict"])
+def test_a_rank_that_is_interrupted(saved: str, phase: str) -> None:
     """An interrupt from the keyboard stops all ranks; its own raises it, the others say whose."""
-    outcomes = gloo_world(3, load_interrupted, saved)
+    outcomes = gloo_world(3, load_interrupted, saved, phase)
     assert outcomes[VICTIM].startswith("KeyboardInterrupt")
     for rank in {0, 1, 2} - {VICTIM}:
         assert "KeyboardInterrupt" in outcomes[rank]
         assert f"rank {VICTIM} of the load failed while" in outcomes[rank]
 
 
-def test_a_load_after_a_failed_one(saved: str, tmp_path: Path) -> None:
+def test_a_load_after_a_failed_one(saved: str) -> None:
     """The ranks are still in step after a failure: the same group loads again."""
     assert gloo_world(3, load_twice, saved) == [True] * 3
 
 
 def load_twice(rank: int, path: str) -> bool:
-    assert catch_failing(rank, path, "read", "fail")
+    assert catch_failing(rank, path, "read", "os")
     state = {f"w{i}": torch.zeros(shape, dtype=DTYPES[i]) for i, shape in enumerate(SHAPES)}
     dcp_reshard.load(state, path, mode="cooperative", options=OPTIONS)
     return all(
