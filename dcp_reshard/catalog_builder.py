@@ -7,6 +7,7 @@ and each tensor gets its slice of them. What is checked: see `metadata`.
 
 from __future__ import annotations
 
+import itertools
 import reprlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dcp_reshard.box import BoxArray
@@ -27,7 +29,6 @@ from dcp_reshard.metadata_entries import (
     SizeEntry,
     StorageEntry,
     TensorEntry,
-    TupleEntry,
 )
 from dcp_reshard.storage import check_file_name
 
@@ -38,14 +39,13 @@ _MAX_NAME_BYTES = 4096
 _MAX_CHUNKS = 8_000_000
 _SUPPORTED_VERSIONS = (None, "1.0.0")
 
-_Place = tuple[int, int, int]
-"""Number of the file, first byte and length of an item."""
+_MAX_BYTE = 1 << 62
 
-_Key = tuple[str, tuple[int, ...] | bytes | None]
-"""Key of a tensor or object, and offsets of the chunk; see `_chunk_key`."""
+_Key = tuple[int, ...] | bytes | None
+"""Offsets of a chunk, see `_chunk_key`; None for an object."""
 
-_Chunk = tuple[tuple[int, ...], tuple[int, ...], _Place]
-"""Offsets, sizes and place of a chunk."""
+_Places = dict[str, dict[_Key, StorageEntry]]
+"""Storage entries by the key of the tensor or object, and by chunk."""
 
 
 def build_catalog(entries: Iterable[MetadataEntry], *, digest: str) -> Catalog:
@@ -71,7 +71,9 @@ def build_catalog(entries: Iterable[MetadataEntry], *, digest: str) -> Catalog:
 class _Tensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: list[_Chunk] = field(default_factory=list)
+    offsets: list[SizeEntry] = field(default_factory=list)
+    sizes: list[SizeEntry] = field(default_factory=list)
+    places: list[StorageEntry] = field(default_factory=list)
     boxes: set[bytes] = field(default_factory=set)
 
 
@@ -80,7 +82,7 @@ class _Builder:
     """Collects file by file; a plain value would have to be rebuilt for each."""
 
     tensors: dict[str, _Tensor] = field(default_factory=dict)
-    objects: dict[str, _Place] = field(default_factory=dict)
+    objects: dict[str, StorageEntry] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     key_paths: dict[str, KeyPath] = field(default_factory=dict)
 
@@ -94,9 +96,9 @@ class _Builder:
         for fqn, entry in described.items():
             _check_name(fqn)
             if type(entry) is TensorEntry:
-                self._add_tensor(fqn, entry, places)
+                self._add_tensor(fqn, entry, places.get(fqn, {}))
             elif type(entry) is BytesEntry:
-                place = places.pop((fqn, None), None)
+                place = places.get(fqn, {}).pop(None, None)
                 if place is None or fqn in self.tensors:
                     raise CheckpointFormatError(
                         f"object `{fqn}`: not stored, or also a tensor", fqn=fqn
@@ -106,30 +108,34 @@ class _Builder:
                 raise CheckpointFormatError(
                     f"key `{fqn}`: described by a {type(entry).__name__}", fqn=fqn
                 )
-        if places:
-            fqn, _ = next(iter(places))
+        left = {fqn: len(entries) for fqn, entries in places.items() if entries}
+        if left:
+            fqn = next(iter(left))
             raise CheckpointFormatError(
-                f"key `{fqn}`: a storage entry that belongs to no chunk, and {len(places) - 1} "
-                f"more of this kind",
+                f"key `{fqn}`: a storage entry that belongs to no chunk, and "
+                f"{sum(left.values()) - 1} more of this kind",
                 fqn=fqn,
             )
         self._add_key_paths(metadata.planner_data, described)
 
     def build(self, digest: str) -> Catalog:
-        if sum(len(tensor.chunks) for tensor in self.tensors.values()) > _MAX_CHUNKS:
+        if sum(len(tensor.places) for tensor in self.tensors.values()) > _MAX_CHUNKS:
             raise CheckpointFormatError(f"more than {_MAX_CHUNKS} chunks")
         stored: dict[str, StoredTensor] = {}
         for ndim in sorted({len(tensor.shape) for tensor in self.tensors.values()}):
             same = {f: t for f, t in self.tensors.items() if len(t.shape) == ndim}
-            stored |= _stored_tensors(same, ndim)
+            stored |= _stored_tensors(same, ndim, self.files)
         tensors = {fqn: stored[fqn] for fqn in self.tensors}
-        objects = {fqn: StoredObject(fqn, *place) for fqn, place in self.objects.items()}
+        objects = {
+            fqn: StoredObject(fqn, self.files[place.relative_path], place.offset, place.length)
+            for fqn, place in self.objects.items()
+        }
         catalog = Catalog(tensors, objects, tuple(self.files), self.key_paths, digest)
         catalog.check_disjoint()
         return catalog
 
-    def _places(self, storage: Mapping[object, object]) -> dict[_Key, _Place]:
-        places: dict[_Key, _Place] = {}
+    def _places(self, storage: Mapping[object, object]) -> _Places:
+        places: _Places = {}
         for index, entry in storage.items():
             if (
                 type(index) is not IndexEntry
@@ -143,43 +149,42 @@ class _Builder:
                 raise CheckpointFormatError(
                     f"a storage entry for the chunk of {_show(fqn)} at {_show(offset)}"
                 )
-            key = (fqn, None) if offset is None else _chunk_key(fqn, offset)
-            if key in places:
+            key = None if offset is None else _chunk_key(offset)
+            chunks = places.get(fqn)
+            if chunks is None:
+                chunks = places[fqn] = {}
+            if key in chunks:
                 raise CheckpointFormatError(
-                    f"key `{index.fqn}`: two storage entries for the chunk at {index.offset!r}"
+                    f"key `{fqn}`: two storage entries for the chunk at {offset!r}"
                 )
-            places[key] = self._place(index.fqn, entry)
+            chunks[key] = entry
+            if type(entry.relative_path) is not str or entry.relative_path not in self.files:
+                self.files[check_file_name(entry.relative_path)] = len(self.files)
+            first, length = entry.offset, entry.length
+            if (
+                type(first) is not int
+                or type(length) is not int
+                or not 0 <= first < _MAX_BYTE
+                or not 0 < length < _MAX_BYTE
+            ):
+                raise CheckpointFormatError(
+                    f"key `{fqn}`: offset {_show(first)} and length {_show(length)} in file "
+                    f"{entry.relative_path!r} are not a range of bytes",
+                    file=entry.relative_path,
+                )
+            if entry.transform_descriptors:
+                raise CheckpointFormatError(
+                    f"key `{fqn}`: stored through stream transforms "
+                    f"{_show(entry.transform_descriptors)}, which are not supported",
+                    file=entry.relative_path,
+                )
         return places
-
-    def _place(self, fqn: object, entry: StorageEntry) -> _Place:
-        name, offset, length = entry.relative_path, entry.offset, entry.length
-        number = self.files.get(name) if type(name) is str else None
-        if number is None:
-            number = self.files.setdefault(check_file_name(name), len(self.files))
-        if (
-            type(offset) is not int
-            or type(length) is not int
-            or not 0 <= offset < 1 << 62
-            or not 0 < length < 1 << 62
-        ):
-            raise CheckpointFormatError(
-                f"key `{fqn}`: offset {_show(offset)} and length {_show(length)} in file {name!r} "
-                f"are not a range of bytes",
-                file=name,
-            )
-        if entry.transform_descriptors:
-            raise CheckpointFormatError(
-                f"key `{fqn}`: stored through stream transforms "
-                f"{_show(entry.transform_descriptors)}, which are not supported",
-                file=name,
-            )
-        return number, offset, length
 
     def _add_tensor(
         self,
         fqn: str,
         entry: TensorEntry,
-        places: dict[_Key, _Place],
+        places: dict[_Key, StorageEntry],
     ) -> None:
         shape = getattr(entry, "size", None)
         dtype = getattr(getattr(entry, "properties", None), "dtype", None)
@@ -206,7 +211,7 @@ class _Builder:
         if type(entry.chunks) is not list:
             raise CheckpointFormatError(f"tensor `{fqn}`: its chunks are not a list", fqn=fqn)
         if again and not tensor.boxes:
-            tensor.boxes = {_box_key(offsets, sizes) for offsets, sizes, _ in tensor.chunks}
+            tensor.boxes = set(map(_box_key, tensor.offsets, tensor.sizes))
         for chunk in entry.chunks:
             offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
             if type(chunk) is not ChunkEntry or type(offsets) is not SizeEntry:
@@ -220,7 +225,7 @@ class _Builder:
                     f"{len(shape)} dims",
                     fqn=fqn,
                 )
-            place = places.pop(_chunk_key(fqn, offsets), None)
+            place = places.pop(_chunk_key(offsets), None)
             if place is None and 0 in sizes:
                 # torch 2.2 and earlier describe the empty shard of each rank that has one, all of
                 # them with the same offsets, and store one.
@@ -229,40 +234,56 @@ class _Builder:
                 raise CheckpointFormatError(
                     f"tensor `{fqn}`: the chunk at {offsets!r} is described but not stored", fqn=fqn
                 )
-            if not again:
-                tensor.chunks.append((offsets, sizes, place))
-            elif 0 in sizes or _box_key(offsets, sizes) not in tensor.boxes:
+            if again:
                 # Boxes without elements are all kept: not all such records are empty, see `repair`.
+                if 0 not in sizes and _box_key(offsets, sizes) in tensor.boxes:
+                    continue
                 tensor.boxes.add(_box_key(offsets, sizes))
-                tensor.chunks.append((offsets, sizes, place))
+            tensor.offsets.append(offsets)
+            tensor.sizes.append(sizes)
+            tensor.places.append(place)
 
     def _add_key_paths(self, planner_data: object, described: Mapping[str, object]) -> None:
         # Other planners keep other things here; only paths of this checkpoint's own keys are taken.
         if not isinstance(planner_data, dict):
             return
         for fqn, path in planner_data.items():
-            parts = path.parts if type(path) is TupleEntry else type(path) is tuple and path
-            if parts and fqn in described and all(type(p) in (str, int) for p in parts):
-                self.key_paths.setdefault(fqn, parts)
+            if (
+                type(path) is tuple
+                and path
+                and fqn in described
+                and all(type(part) in (str, int) for part in path)
+            ):
+                self.key_paths.setdefault(fqn, path)
 
 
-def _chunk_key(fqn: str, offsets: SizeEntry) -> _Key:
+def _chunk_key(offsets: SizeEntry) -> _Key:
     # Any number of tuples of three integers with one hash can be made up, which turns a dict of
     # them into a list. The hash of bytes is another one in each process.
-    return fqn, tuple(offsets) if len(offsets) < 3 else array("q", offsets).tobytes()
+    return tuple(offsets) if len(offsets) < 3 else array("q", offsets).tobytes()
 
 
 def _box_key(offsets: Sequence[int], sizes: Sequence[int]) -> bytes:
     return array("q", (*offsets, *sizes)).tobytes()
 
 
-def _stored_tensors(tensors: Mapping[str, _Tensor], ndim: int) -> dict[str, StoredTensor]:
+def _column(rows: Iterable[list[SizeEntry]]) -> npt.NDArray[np.int64]:
+    chain = itertools.chain.from_iterable
+    return np.fromiter(chain(chain(rows)), np.int64)
+
+
+def _stored_tensors(
+    tensors: Mapping[str, _Tensor], ndim: int, numbers: Mapping[str, int]
+) -> dict[str, StoredTensor]:
     """Columns of all tensors of one number of dims, checked at once, and cut into tensors."""
-    counts = [len(tensor.chunks) for tensor in tensors.values()]
-    chunks = [chunk for tensor in tensors.values() for chunk in tensor.chunks]
-    offsets = np.array([c[0] for c in chunks], dtype=np.int64).reshape(len(chunks), ndim)
-    sizes = np.array([c[1] for c in chunks], dtype=np.int64).reshape(len(chunks), ndim)
-    places = np.array([c[2] for c in chunks], dtype=np.int64).reshape(len(chunks), 3)
+    counts = [len(tensor.places) for tensor in tensors.values()]
+    places = [place for tensor in tensors.values() for place in tensor.places]
+    size = (len(places), ndim)
+    offsets = _column(t.offsets for t in tensors.values()).reshape(size)
+    sizes = _column(t.sizes for t in tensors.values()).reshape(size)
+    files = np.array([numbers[place.relative_path] for place in places], np.int32)
+    starts = np.array([place.offset for place in places], np.int64)
+    lengths = np.array([place.length for place in places], np.int64)
     shapes = np.array([t.shape for t in tensors.values()], dtype=np.int64).reshape(
         len(tensors), ndim
     )
@@ -273,12 +294,10 @@ def _stored_tensors(tensors: Mapping[str, _Tensor], ndim: int) -> dict[str, Stor
         number = int(np.searchsorted(np.cumsum(counts), row, side="right"))
         fqn, tensor = list(tensors.items())[number]
         raise CheckpointFormatError(
-            f"tensor `{fqn}`: the chunk at {chunks[row][0]!r} of {chunks[row][1]!r} lies outside "
-            f"of shape {tensor.shape!r}",
+            f"tensor `{fqn}`: the chunk at {tuple(offsets[row].tolist())!r} of "
+            f"{tuple(sizes[row].tolist())!r} lies outside of shape {tensor.shape!r}",
             fqn=fqn,
         )
-    files = places[:, 0].astype(np.int32)
-    starts, lengths = places[:, 1].copy(), places[:, 2].copy()
     stored: dict[str, StoredTensor] = {}
     first = 0
     for (fqn, tensor), count in zip(tensors.items(), counts, strict=True):

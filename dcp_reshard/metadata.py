@@ -95,8 +95,10 @@ def read_catalog(source: ByteSource) -> Catalog:
                 file=name,
             )
         data = read_bytes(source, name, 0, size)
-        digest.update(len(data).to_bytes(8, "little") + data)
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
         entries.append(unpickle_metadata(data, file=name))
+        del data
     catalog = build_catalog(entries, digest=digest.hexdigest())
     return replace(catalog, read_from=tuple(parts))
 

@@ -12,6 +12,7 @@ from dcp_reshard.errors import CheckpointFormatError
 __all__ = [
     "BytesEntry",
     "ChunkEntry",
+    "Entry",
     "IndexEntry",
     "MetadataEntry",
     "PropertiesEntry",
@@ -19,11 +20,14 @@ __all__ = [
     "StorageEntry",
     "StorageMetaEntry",
     "TensorEntry",
-    "TupleEntry",
+    "make_size",
 ]
 
+# Few bytes refer to a list of any length, again and again.
+_MAX_SIZE_LENGTH = 64
 
-class _Entry:
+
+class Entry:
     """Base of the records: takes exactly its fields, once."""
 
     __slots__ = ()
@@ -31,6 +35,7 @@ class _Entry:
     _optional: ClassVar[frozenset[str]] = frozenset()
 
     def __setstate__(self, state: object) -> None:
+        """Take the fields out of a dict."""
         names: tuple[str, ...] = type(self).__slots__
         again = bool(names) and hasattr(self, names[0])
         if type(state) is dict and state.keys() == self._fields and not again:
@@ -53,7 +58,7 @@ class _Entry:
             raise CheckpointFormatError(f"{type(self).__name__}: unknown fields {odd}")
 
 
-class MetadataEntry(_Entry):
+class MetadataEntry(Entry):
     """Stands for `Metadata`."""
 
     __slots__ = ("planner_data", "state_dict_metadata", "storage_data", "storage_meta", "version")
@@ -67,7 +72,7 @@ class MetadataEntry(_Entry):
     version: Any
 
 
-class TensorEntry(_Entry):
+class TensorEntry(Entry):
     """Stands for `TensorStorageMetadata`."""
 
     __slots__ = ("chunks", "properties", "size")
@@ -78,13 +83,13 @@ class TensorEntry(_Entry):
     size: Any
 
 
-class BytesEntry(_Entry):
+class BytesEntry(Entry):
     """Stands for `BytesStorageMetadata`."""
 
     __slots__ = ()
 
 
-class ChunkEntry(_Entry):
+class ChunkEntry(Entry):
     """Stands for `ChunkStorageMetadata`."""
 
     __slots__ = ("offsets", "sizes")
@@ -94,7 +99,7 @@ class ChunkEntry(_Entry):
     sizes: Any
 
 
-class IndexEntry(_Entry):
+class IndexEntry(Entry):
     """Stands for `MetadataIndex`; told apart by identity, so duplicates stay visible."""
 
     __slots__ = ("fqn", "index", "offset")
@@ -106,7 +111,7 @@ class IndexEntry(_Entry):
     offset: Any
 
 
-class StorageEntry(_Entry):
+class StorageEntry(Entry):
     """Stands for `_StorageInfo`."""
 
     __slots__ = ("length", "offset", "relative_path", "transform_descriptors")
@@ -119,7 +124,7 @@ class StorageEntry(_Entry):
     transform_descriptors: Any
 
 
-class StorageMetaEntry(_Entry):
+class StorageMetaEntry(Entry):
     """Stands for `StorageMeta`."""
 
     __slots__ = ("checkpoint_id", "load_id", "modules", "save_id")
@@ -141,26 +146,11 @@ class PropertiesEntry:
         """Take the dtype out of a tuple of five."""
         if hasattr(self, "dtype"):
             raise CheckpointFormatError("TensorProperties: state is set twice")
-        parts = state.parts if type(state) is TupleEntry else state
-        if type(parts) is not tuple or len(parts) != 5 or not isinstance(parts[0], torch.dtype):
+        if type(state) is not tuple or len(state) != 5 or not isinstance(state[0], torch.dtype):
             raise CheckpointFormatError(
-                f"TensorProperties: state {reprlib.repr(parts)} is not understood"
+                f"TensorProperties: state {reprlib.repr(state)} is not understood"
             )
-        self.dtype: torch.dtype = parts[0]
-
-
-class TupleEntry:
-    """Stands for a tuple, of which no part is a tuple."""
-
-    __slots__ = ("parts",)
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, parts: tuple[Any, ...]) -> None:
-        self.parts = parts
-
-    def __setstate__(self, state: object) -> None:
-        """Refuse what the tuple would not have."""
-        raise CheckpointFormatError("a tuple cannot be given state")
+        self.dtype: torch.dtype = state[0]
 
 
 class SizeEntry(tuple[int, ...]):
@@ -168,3 +158,21 @@ class SizeEntry(tuple[int, ...]):
 
     __slots__ = ()
     __hash__ = None  # type: ignore[assignment]
+
+
+def make_size(values: object) -> SizeEntry:
+    """A size of these values.
+
+    Raises:
+        CheckpointFormatError: They are none.
+    """
+    if type(values) is not tuple and type(values) is not list:
+        raise CheckpointFormatError(f"a size of type {type(values).__name__}")
+    if len(values) > _MAX_SIZE_LENGTH:
+        raise CheckpointFormatError(f"a size of {len(values)} numbers")
+    for value in values:
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise CheckpointFormatError(
+                f"a size with a {type(value).__name__}, not an integer from 0 to 2**63-1"
+            )
+    return SizeEntry(values)

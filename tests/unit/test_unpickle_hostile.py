@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_reshard import unpickle
 from dcp_reshard.errors import CheckpointFormatError
-from dcp_reshard.metadata_entries import MetadataEntry
+from dcp_reshard.metadata_entries import MetadataEntry, SizeEntry
 from dcp_reshard.unpickle import unpickle_metadata
 
 METADATA = b"\x8c\x25torch.distributed.checkpoint.metadata"
@@ -108,19 +108,19 @@ def record(name: bytes) -> bytes:
         ([record(b"MetadataIndex"), b"}\x8c\x03fqnNs", b"b}\x8c\x03fqnNsb"], "state is set twice"),
         ([record(b"TensorProperties"), b")b"], "TensorProperties: state ()"),
         ([record(b"TensorProperties"), b"(NNNNNtb"], "TensorProperties: state (None"),
-        ([b"ctorch\nfloat32\n", b"}b"], "AttributeError"),
-        ([b"ctorch\nfloat32\n", b"N}\x8c\x01xK\x01s\x86b"], "state is not a dictionary"),
+        ([b"ctorch\nfloat32\n", b"}b"], "a dtype cannot be given state"),
+        ([b"ctorch\nfloat32\n", b"N}\x8c\x01xK\x01s\x86b"], "a dtype cannot be given state"),
         ([b"ctorch\nSize\n", b"}b"], "a function cannot be given state"),
         ([b"ctorch\nSize\n", b"N}\x8c\x01xK\x01s\x86b"], "a function cannot be given state"),
-        ([METADATA, b"\x8c\x08Metadata\x93", b"}b"], "TypeError"),
-        ([METADATA, b"\x8c\x08Metadata\x93", b"N}\x8c\x01xK\x01s\x86b"], "TypeError"),
+        ([METADATA, b"\x8c\x08Metadata\x93", b"}b"], "a type cannot be given state"),
+        ([METADATA, b"\x8c\x08Metadata\x93", b"N}\x8c\x01xK\x01s\x86b"], "a type cannot be"),
         ([METADATA, b"\x8c\x08Metadata\x93K\x01\x85\x81"], "takes no arguments"),
         ([METADATA, b"\x8c\x08Metadata\x93K\x01\x85R"], "takes no arguments"),
         ([record(b"Metadata")], "holds a MetadataEntry, not checkpoint metadata"),
         ([b"}"], "holds a dict, not checkpoint metadata"),
         ([b"ctorch\nfloat32\n", b")R"], "not callable"),
         ([b"h\x07"], "Memo value not found"),
-        ([b"N\x94h\x00e"], "unexpected MARK found|could not find MARK|AttributeError|Unpickling"),
+        ([b"N\x94h\x00e"], "could not find MARK"),
         ([b"}]Ns"], "unhashable type: 'list'"),
     ],
 )
@@ -149,7 +149,7 @@ def test_sizes_are_integers_from_0_to_63_bits(values: object) -> None:
 def test_sizes_are_marked_as_checked() -> None:
     """A size has its own type; a tuple that was not checked stays a tuple."""
     assert read_value(Call(torch.Size, [0, (1 << 63) - 1])) == (0, (1 << 63) - 1)
-    assert type(read_value(torch.Size([2]))) is unpickle.SizeEntry
+    assert type(read_value(torch.Size([2]))) is SizeEntry
     assert type(read_value((2,))) is tuple
 
 
@@ -196,11 +196,9 @@ def test_the_rest_of_what_pickles_of_metadata_hold() -> None:
 def test_the_garbage_collector_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is paused while reading, and on again after success and after failure."""
     states: list[bool] = []
-    find_class = unpickle._Unpickler.find_class
+    find_class = unpickle.find_class
     monkeypatch.setattr(
-        unpickle._Unpickler,
-        "find_class",
-        lambda *a: states.append(gc.isenabled()) or find_class(*a),
+        unpickle, "find_class", lambda *a: states.append(gc.isenabled()) or find_class(*a)
     )
     read_value("1.0.0")
     assert states == [False]
