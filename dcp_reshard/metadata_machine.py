@@ -203,19 +203,23 @@ def _new(machine: _Machine) -> None:
     cls, args = machine.top(2)
     if type(cls) is not type:
         raise CheckpointFormatError(f"a {type(cls).__name__} is not a class")
-    if args != ():
-        raise CheckpointFormatError(f"{cls.__name__} takes no arguments")
-    machine.stack.append(cls())
+    machine.stack.append(_instance(cls, args))
 
 
 def _call(machine: _Machine) -> None:
-    function, args = machine.stack[-2:]
+    function, args = machine.top(2)
     if type(function) is type:
-        _new(machine)
+        machine.stack.append(_instance(function, args))
         return
     if type(function) is not FunctionType or type(args) is not tuple:
         raise CheckpointFormatError(f"a {type(function).__name__} is not callable")
-    machine.stack[-2:] = [function(*args)]
+    machine.stack.append(function(*args))
+
+
+def _instance(cls: type, args: object) -> object:
+    if args != ():
+        raise CheckpointFormatError(f"{cls.__name__} takes no arguments")
+    return cls()
 
 
 def _build(machine: _Machine) -> None:

@@ -28,7 +28,7 @@ from dcp_reshard.metadata_entries import (
 )
 from dcp_reshard.metadata_machine import run_metadata
 
-__all__ = ["unpickle_metadata"]
+__all__ = ["find_class", "unpickle_metadata"]
 
 MAX_METADATA_BYTES = 1 << 30
 """Larger files are refused: some 7 million chunks fit into this."""

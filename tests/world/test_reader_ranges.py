@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import math
@@ -10,20 +11,24 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import dcp_reshard
 from dcp_reshard import LoadReport, ReaderOptions, ReshardStorageReader
+from dcp_reshard.catalog import Catalog
 from dcp_reshard.metadata import read_catalog
 from dcp_reshard.storage import LocalSource
+from dcp_reshard.torch_metadata import catalog_of
 from tests.support.checkpoints import save_state, save_world
 from tests.support.sources import RecordingCheckpoint
 from tests.support.tensors import indexed_tensor
-from tests.support.worlds import fake_world
+from tests.support.worlds import fake_world, thread_world
 
 PROBE = 2048
 Interval = tuple[int, int]
@@ -289,3 +294,43 @@ def test_reading_metadata_reads_no_data_file(tmp_path: Path) -> None:
     assert set(metadata.state_dict_metadata) == {*MIXED, "options.lr", "options.name"}
     assert [(r.name, r.offset) for r in checkpoint.source.requests] == [(".metadata", 0)]
     assert checkpoint.source.closed
+
+
+def test_metadata_are_read_once_for_the_job(tmp_path: Path) -> None:
+    """With a process group its first rank reads; the others open nothing, and get the columns."""
+    save_world(tmp_path, 3, make_mixed)
+
+    def read(_: int) -> tuple[list[str], Catalog]:
+        checkpoint = RecordingCheckpoint(tmp_path)
+        reader = ReshardStorageReader(checkpoint, process_group=dist.group.WORLD)
+        catalog = catalog_of(reader.read_metadata())
+        opened = hasattr(checkpoint, "source")
+        return [r.name for r in checkpoint.source.requests] if opened else [], catalog
+
+    (first, catalog), *others = thread_world(3, read)
+    assert first == [".metadata"]
+    for asked, other in others:
+        assert asked == []
+        assert (other.digest, other.files) == (catalog.digest, catalog.files)
+        assert other is not catalog
+        for fqn, stored in catalog.tensors.items():
+            assert np.array_equal(other.tensors[fqn].chunks.offsets, stored.chunks.offsets)
+            assert np.array_equal(other.tensors[fqn].starts, stored.starts)
+
+
+def test_torchs_metadata_are_made_when_asked_for(tmp_path: Path) -> None:
+    """No object of a chunk is made before its tensor is looked at, and then those of it alone."""
+    save_world(tmp_path, 3, make_mixed)
+
+    def count() -> int:
+        return sum(type(thing) is ChunkStorageMetadata for thing in gc.get_objects())
+
+    before = count()
+    metadata = ReshardStorageReader(tmp_path).read_metadata()
+    assert len(metadata.state_dict_metadata) > 2
+    assert count() == before
+    catalog = catalog_of(metadata)
+    fqn = max(catalog.tensors, key=lambda fqn: len(catalog.tensors[fqn].chunks))
+    entry = metadata.state_dict_metadata[fqn]
+    assert count() == before + len(entry.chunks) == before + len(catalog.tensors[fqn].chunks)
+    assert len(entry.chunks) == 3
