@@ -9,6 +9,7 @@ the stack is what its opcodes would have left there.
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import ClassVar
 
@@ -29,7 +30,7 @@ _REF = rb"(?:h.|j.{4})"
 _INT = rb"(?:K.|M..|J.{3}[\0-\x7f]|\x8a\x05.{4}[\0-\x7f]|\x8a\x06.{5}[\0-\x7f])"
 _TUPLE = rb"\)|%b\x85\x94|%b%b\x86\x94|%b%b%b\x87\x94|\((?:%b){4,16}t\x94" % ((_INT,) * 7)
 # A string and its length, which is compared afterwards; one with the byte 0x94 fails that.
-_TEXT = rb"(?:\x8c(.[^\x94]*)\x94|(%b))" % _REF
+_TEXT = rb"(?:\x8c(.[^\x94]{0,255})\x94|(%b))" % _REF
 _NEW = rb"\)\x81\x94}\x94\("
 _CALL = rb"\x85\x94R\x94"
 _INTEGERS = re.compile(_INT, re.DOTALL)
@@ -76,9 +77,7 @@ class Form:
     @classmethod
     def learn(cls, tape: Tape, start: int) -> Form | None:
         """The form, if there is a record of it at `start`."""
-        named = [b"(?P<r%d>%b)" % (i, _REF) for i in range(len(cls._parts))]
-        pattern = b"".join(p if type(p) is bytes else named[i] for i, p in enumerate(cls._parts))
-        found = re.compile(pattern, re.DOTALL).match(tape.data, start)
+        found = _with_any_references(cls._parts).match(tape.data, start)
         if found is None:
             return None
         references = []
@@ -113,6 +112,13 @@ class Form:
             self._known.clear()
         self._known[key] = value, memoized
         return value, memoized
+
+
+@functools.cache
+def _with_any_references(parts: tuple[object, ...]) -> re.Pattern[bytes]:
+    named = [b"(?P<r%d>%b)" % (i, _REF) for i in range(len(parts))]
+    pattern = b"".join(p if type(p) is bytes else named[i] for i, p in enumerate(parts))
+    return re.compile(pattern, re.DOTALL)
 
 
 def _size(text: bytes) -> SizeEntry:
