@@ -15,10 +15,9 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from dcp_reshard.catalog import Catalog, StoredObject
 from dcp_reshard.container import Record
+from dcp_reshard.copying import copy_elements
 from dcp_reshard.crc import CrcPart, crc32, find_crc
 from dcp_reshard.errors import CheckpointFormatError, CorruptRecordError, StorageError
 from dcp_reshard.item_checks import (
@@ -31,10 +30,11 @@ from dcp_reshard.item_checks import (
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.parts import RecordUse, WantedPart
 from dcp_reshard.payload import Payload
-from dcp_reshard.probe import Item, ItemBytes, probe_items
+from dcp_reshard.probe import Item, ItemBytes, probe_groups
+from dcp_reshard.small_chunks import SmallChunks
 from dcp_reshard.storage import CountingSource
 from dcp_reshard.template import PayloadProber
-from dcp_reshard.transfer import ChunkPart, RecordKey, Transfer, copy_elements, plan_requests
+from dcp_reshard.transfer import ChunkPart, RecordKey, Transfer, plan_requests
 
 __all__ = ["DirectRead"]
 
@@ -74,11 +74,14 @@ class DirectRead:
     """Seconds by phase of the read, if there are several."""
 
     _prober: PayloadProber = field(default_factory=PayloadProber, init=False)
-    _small: list[tuple[ChunkPart, bytes]] = field(default_factory=list, init=False)
-    _small_bytes: int = field(default=0, init=False)
+    _small: SmallChunks = field(init=False)
     _large: list[ChunkPart] = field(default_factory=list, init=False)
     _unknown: list[tuple[Item, list[WantedPart]]] = field(default_factory=list, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def __post_init__(self) -> None:
+        """Leave half of the budget to the copies."""
+        self._small = SmallChunks(self.options.memory_budget // 4)
 
     def run(self, parts: Sequence[WantedPart], objects: Sequence[StoredObject]) -> None:
         """Read all parts into their destinations, and the items of all objects.
@@ -99,13 +102,14 @@ class DirectRead:
         self._check_files(chunks, object_items)
         for part in known:
             assert part.stored.payloads is not None
-            self._add_chunk_part(part, self._item(part), part.stored.payloads[part.chunk])
+            payload = part.stored.payloads[part.chunk]
+            self._add_chunk_part(part, self._item(part), payload, payload.record.crc)
 
         def take(item: ItemBytes) -> None:
             if item.item in object_items:
                 self._take_object(object_items[item.item], item)
             else:
-                self._take_chunk(chunks[item.item], item)
+                self._probe_chunk(chunks[item.item], item)
 
         def on_item(item: ItemBytes) -> None:
             try:
@@ -119,15 +123,27 @@ class DirectRead:
                     self.rereads += 1
                 take(again)
 
-        probe_items(
+        def on_group(group: Sequence[ItemBytes]) -> None:
+            for first, *others in self._prober.sort_alike(group):
+                on_item(first)
+                for item, match in zip(others, self._prober.match_alike(others), strict=True):
+                    if item.item in object_items or match is None:
+                        on_item(item)
+                        continue
+                    try:
+                        self._take_chunk(chunks[item.item], item, *match)
+                    except CheckpointFormatError:
+                        on_item(item)  # reads it again, or says where it is
+
+        probe_groups(
             [*chunks, *object_items],
             self.source,
             whole_bytes=self.options.whole_item_bytes,
             max_bytes=self.options.max_request_bytes,
             threads=self.options.num_threads,
-            on_item=on_item,
+            on_group=on_group,
         )
-        self._copy_small()
+        self._small.copy()
         for item, wanted in self._unknown:
             self._load_whole(item, wanted)
         self._read_large()
@@ -161,74 +177,54 @@ class DirectRead:
             contents = item.read(0, item.item.length)
             if self.options.verify != "off":
                 for record in check_records_of(memoryview(contents)):
-                    self._note_record(fqn, item.item, record, checked=True)
+                    self._note_record(fqn, item.item, record, record.crc, checked=True)
         with self._lock:
             self.objects[fqn] = contents
 
-    def _take_chunk(self, wanted: list[WantedPart], item: ItemBytes) -> None:
-        first = wanted[0]
-        with item_context("tensor", first.fqn, item.item):
+    def _probe_chunk(self, wanted: list[WantedPart], item: ItemBytes) -> None:
+        with item_context("tensor", wanted[0].fqn, item.item):
             payload = self._prober.probe(item)
             if payload is None:
                 with self._lock:
                     self._unknown.append((item.item, wanted))
                 return
-            sizes = tuple(first.stored.chunks.sizes[first.chunk].tolist())
-            check_payload(payload, sizes, first.stored.dtype)
-            whole = item.whole
-            if whole is None:
-                for part in wanted:
-                    self._add_chunk_part(part, item.item, payload)
-                return
-            contents = bytes(
-                whole[payload.record.start : payload.record.start + payload.record.length]
+            self._take_chunk(wanted, item, payload, payload.record.crc)
+
+    def _take_chunk(
+        self, wanted: list[WantedPart], item: ItemBytes, payload: Payload, crc: int
+    ) -> None:
+        first, record, whole = wanted[0], payload.record, item.whole
+        sizes = tuple(first.stored.chunks.sizes[first.chunk].tolist())
+        check_payload(payload, sizes, first.stored.dtype)
+        if whole is None:
+            for part in wanted:
+                self._add_chunk_part(part, item.item, payload, crc)
+            return
+        contents = bytes(whole[record.start : record.start + record.length])
+        compared = self.options.verify != "off" and crc != 0
+        if compared and (found := crc32(contents)) != crc:
+            raise CorruptRecordError(
+                f"record `{record.name}`: CRC-32 is {found:#010x}, recorded was {crc:#010x}"
             )
-            record = payload.record
-            compared = self.options.verify != "off" and record.crc != 0
-            if compared and crc32(contents) != record.crc:
-                raise CorruptRecordError(
-                    f"record `{record.name}`: CRC-32 is {crc32(contents):#010x}, recorded was "
-                    f"{record.crc:#010x}"
-                )
-            self._note_record(first.fqn, item.item, record, checked=compared)
-        parts = [self._chunk_part(part, item.item, payload) for part in wanted]
-        with self._lock:
-            self._small_bytes += len(contents)
-            self._small += [(part, contents) for part in parts]
-            full = self._small_bytes > self.options.memory_budget // 2
-        if full:
-            self._copy_small()
+        self._note_record(first.fqn, item.item, record, crc, checked=compared)
+        self._small.add(payload, contents, wanted)
 
     def _chunk_part(self, part: WantedPart, item: Item, payload: Payload) -> ChunkPart:
         return ChunkPart(part.fqn, item.file, item.start, payload, part.offsets, part.dest)
 
-    def _add_chunk_part(self, part: WantedPart, item: Item, payload: Payload) -> None:
-        self._note_record(part.fqn, item, payload.record)
+    def _add_chunk_part(self, part: WantedPart, item: Item, payload: Payload, crc: int) -> None:
+        self._note_record(part.fqn, item, payload.record, crc)
         with self._lock:
             self._large.append(self._chunk_part(part, item, payload))
 
-    def _note_record(self, fqn: str, item: Item, record: Record, *, checked: bool = False) -> None:
+    def _note_record(
+        self, fqn: str, item: Item, record: Record, crc: int, *, checked: bool = False
+    ) -> None:
         key = (item.file, item.start + record.start)
         with self._lock:
-            use = self.records.setdefault(key, RecordUse(fqn, record.length, record.crc))
+            use = self.records.setdefault(key, RecordUse(fqn, record.length, crc))
         if checked:
-            use.parts.append(CrcPart(0, record.length, record.crc))
-
-    def _copy_small(self) -> None:
-        with self._lock:
-            small, self._small, self._small_bytes = self._small, [], 0
-        for part, contents in small:
-            payload = part.payload
-            first = payload.start - payload.record.start
-            # `frombuffer` needs the element size to divide the offset, and some memory to start
-            # with.
-            aligned = bytearray(contents[first:]) or bytearray(payload.dtype.itemsize)
-            usable = len(aligned) // payload.dtype.itemsize * payload.dtype.itemsize
-            elements = torch.frombuffer(memoryview(aligned)[:usable], dtype=payload.dtype)
-            strides = tuple(s // payload.dtype.itemsize for s in payload.strides)
-            offset = sum(o * st for o, st in zip(part.offsets, strides, strict=True))
-            source = torch.as_strided(elements, tuple(part.dest.shape), strides, offset)
-            copy_elements(part.fqn, part.dest, source)
+            use.parts.append(CrcPart(0, record.length, crc))
 
     def _load_whole(self, item: Item, wanted: list[WantedPart]) -> None:
         stored = wanted[0].stored
@@ -237,15 +233,12 @@ class DirectRead:
         with item_context("tensor", wanted[0].fqn, item):
             if self.options.verify != "off":
                 for record in check_records_of(contents):
-                    self._note_record(wanted[0].fqn, item, record, checked=True)
+                    self._note_record(wanted[0].fqn, item, record, record.crc, checked=True)
             sizes = tuple(stored.chunks.sizes[wanted[0].chunk].tolist())
             value = load_unknown(contents, sizes, stored.dtype)
         self.chunks_read_whole.append(stored.fqn)
         for part in wanted:
-            index = tuple(
-                slice(o, o + s) for o, s in zip(part.offsets, part.dest.shape, strict=True)
-            )
-            copy_elements(part.fqn, part.dest, value[index])
+            copy_elements(part.fqn, part.dest, part.select(value))
 
     def _read_large(self) -> None:
         self._transfer(self._large)

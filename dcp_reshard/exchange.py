@@ -22,12 +22,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from dcp_reshard.copying import copy_elements
 from dcp_reshard.domains import IntArray
 from dcp_reshard.elements import split_range
 from dcp_reshard.lockstep import Lockstep
 from dcp_reshard.messages import Messages, Place
 from dcp_reshard.pieces import Requests, stride_order
-from dcp_reshard.transfer import copy_elements
 from dcp_reshard.window_reader import WindowReader
 from dcp_reshard.windows import Window
 

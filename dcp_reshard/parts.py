@@ -31,6 +31,13 @@ class WantedPart:
     dest: torch.Tensor
     """The destination; its shape is that of the part."""
 
+    def select(self, chunk: torch.Tensor) -> torch.Tensor:
+        """The part of a chunk that is at hand, as a view."""
+        if self.dest.shape == chunk.shape:
+            return chunk  # by far the most frequent case, and a view costs as much as the copy
+        index = tuple(slice(o, o + s) for o, s in zip(self.offsets, self.dest.shape, strict=True))
+        return chunk[index]
+
 
 @dataclass(slots=True, eq=False)
 class RecordUse:

@@ -10,19 +10,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dcp_reshard.payload import PROBE_BYTES
 from dcp_reshard.ranges import ByteRange, group_ranges
 from dcp_reshard.storage import CountingSource
 from dcp_reshard.threads import run_threads
 
-__all__ = ["Item", "ItemBytes", "probe_items"]
+__all__ = ["Item", "ItemBytes", "probe_groups", "probe_items"]
 
 _MAX_GAP = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """Bytes of one stored chunk or object."""
 
     file: str
@@ -108,6 +108,31 @@ def probe_items(
     threads: int,
     on_item: Callable[[ItemBytes], None],
 ) -> None:
+    """As `probe_groups`, for a function of one item."""
+
+    def on_group(group: Sequence[ItemBytes]) -> None:
+        for item in group:
+            on_item(item)
+
+    probe_groups(
+        items,
+        source,
+        whole_bytes=whole_bytes,
+        max_bytes=max_bytes,
+        threads=threads,
+        on_group=on_group,
+    )
+
+
+def probe_groups(
+    items: Iterable[Item],
+    source: CountingSource,
+    *,
+    whole_bytes: int,
+    max_bytes: int,
+    threads: int,
+    on_group: Callable[[Sequence[ItemBytes]], None],
+) -> None:
     """Read the ends of large items and all of small ones.
 
     Args:
@@ -116,8 +141,8 @@ def probe_items(
         whole_bytes: Items up to this length are read whole.
         max_bytes: Largest request (unless one item is longer, and to be read whole).
         threads: Threads that read.
-        on_item: Called for each item, by several threads at once. The bytes are its to use until it
-            returns.
+        on_group: Called with the items of which one request brought the last bytes, by several
+            threads at once. The bytes are its to use until it returns.
 
     Raises:
         StorageError: Bytes could not be read.
@@ -131,12 +156,14 @@ def probe_items(
         file, start, end, members = group
         buffer = memoryview(bytearray(end - start))
         source.read_into(file, start, [buffer])
+        complete: list[ItemBytes] = []
         for item, first, last in members:
             offset = item.start + first - start
             part = (first, buffer[offset : offset + last - first])
             parts = (part,) if last - first == item.length else ends.match(item, part)
             if parts is not None:
-                on_item(ItemBytes(item, parts, source))
+                complete.append(ItemBytes(item, parts, source))
+        on_group(complete)
 
     run_threads(
         read_group,

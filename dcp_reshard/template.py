@@ -11,8 +11,11 @@ checksum: the parser would see nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from dcp_reshard.container import Record, read_directory
 from dcp_reshard.payload import Payload, find_payload
@@ -32,6 +35,37 @@ class _Template:
     payload: Payload
     seen: tuple[tuple[int, int, bytes], ...]
 
+    def match_all(self, items: Sequence[ItemBytes]) -> list[int | None]:
+        """The checksum of the record of each item; None for one that does not match.
+
+        All items are of the template's length, and the same bytes of each have been read.
+        """
+        starts = [start for start, _ in items[0].parts]
+        tables = [
+            np.frombuffer(b"".join([item.parts[i][1] for item in items]), np.uint8)
+            for i in range(len(starts))
+        ]
+        tables = [table.reshape(len(items), -1) for table in tables]
+
+        def columns(start: int, end: int) -> npt.NDArray[np.uint8] | None:
+            for first, table in zip(starts, tables, strict=True):
+                if first <= start and end <= first + table.shape[1]:
+                    return table[:, start - first : end - first]
+            return None
+
+        equal = np.ones(len(items), dtype=np.bool_)
+        for start, end, expected in self.seen:
+            found = columns(start, end)
+            if found is None:
+                return [None] * len(items)
+            equal &= (found == np.frombuffer(expected, np.uint8)).all(axis=1)
+        crc_at = self.payload.record.crc_at
+        crcs = columns(crc_at, crc_at + _CRC_BYTES)
+        if crcs is None:
+            return [None] * len(items)
+        values = np.ascontiguousarray(crcs).view("<u4")[:, 0].tolist()
+        return [v if same else None for v, same in zip(values, equal.tolist(), strict=True)]
+
     def match(self, item: ItemBytes) -> Payload | None:
         for start, end, expected in self.seen:
             found = item.view(start, end)
@@ -48,6 +82,27 @@ class PayloadProber:
 
     _templates: dict[tuple[int, bytes], _Template] = field(default_factory=dict, init=False)
 
+    def sort_alike(self, items: Iterable[ItemBytes]) -> list[list[ItemBytes]]:
+        """The items, sorted out: those of one list begin alike, and are equally long."""
+        alike: dict[tuple[int, bytes], list[ItemBytes]] = {}
+        for item in items:
+            alike.setdefault(_key(item), []).append(item)
+        return list(alike.values())
+
+    def match_alike(self, items: Sequence[ItemBytes]) -> list[tuple[Payload, int] | None]:
+        """What `probe` would find of each of some items alike, all at once.
+
+        Returns:
+            Of each item a payload, which is that of another item but for the checksum of its
+            record, and the checksum; None if the item has to be probed by itself.
+        """
+        template = self._templates.get(_key(items[0])) if items else None
+        if template is None:
+            return [None] * len(items)
+        return [
+            None if crc is None else (template.payload, crc) for crc in template.match_all(items)
+        ]
+
     def probe(self, item: ItemBytes) -> Payload | None:
         """Find the elements of an item of which the ends have been read.
 
@@ -58,7 +113,7 @@ class PayloadProber:
             CheckpointFormatError: The item is not what `torch.save` writes.
             CorruptRecordError: A record that describes the tensor does not have its checksum.
         """
-        key = (item.item.length, item.read(0, min(_KEY_BYTES, item.item.length)))
+        key = _key(item)
         template = self._templates.get(key)
         payload = template.match(item) if template is not None else None
         if payload is not None:
@@ -80,6 +135,11 @@ class PayloadProber:
             pieces = [(a, b, item.read(a, b)) for a, b in _pieces(seen, others)]
             self._templates[key] = _Template(payload, tuple(pieces))
         return payload
+
+
+def _key(item: ItemBytes) -> tuple[int, bytes]:
+    # The first part starts at byte 0, and is longer than this unless the item is not.
+    return item.item.length, bytes(item.parts[0][1][:_KEY_BYTES])
 
 
 def _pieces(seen: Iterable[tuple[int, int]], others: Iterable[Record]) -> list[tuple[int, int]]:

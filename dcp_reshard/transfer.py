@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 
+from dcp_reshard.copying import copy_elements
 from dcp_reshard.crc import CrcPart, crc32
-from dcp_reshard.errors import DtypeMismatchError
 from dcp_reshard.payload import Payload
 from dcp_reshard.ranges import ByteRange, Span, group_ranges, plan_spans
 from dcp_reshard.storage import CountingSource
 from dcp_reshard.threads import run_threads
 
-__all__ = ["ChunkPart", "RecordKey", "Request", "Transfer", "copy_elements", "plan_requests"]
+__all__ = ["ChunkPart", "RecordKey", "Request", "Transfer", "plan_requests"]
 
 _ALIGNMENT = 64
 _JUNK_BYTES = 4096
@@ -304,49 +304,3 @@ def _copy_piece(piece: _Piece, buffer: torch.Tensor, stream: torch.cuda.Stream |
         return
     with torch.cuda.stream(stream):
         copy_elements(piece.part.fqn, piece.dest, source, non_blocking=True)
-
-
-def copy_elements(
-    fqn: str, dest: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False
-) -> None:
-    """Copy into the destination, in place.
-
-    Args:
-        fqn: Key in the state dict, for messages.
-        dest: The destination.
-        source: The elements, of the same shape; on the CPU.
-        non_blocking: Whether the copy may still be under way on return.
-
-    Raises:
-        DtypeMismatchError: A cast made something else of a value than its nearest neighbour.
-    """
-    with torch.inference_mode() if dest.is_inference() else torch.no_grad():
-        if dest.dtype == source.dtype or not dest.dtype.is_floating_point:
-            dest.copy_(source, non_blocking=non_blocking)
-            return
-        # A cast is rare, and has to be looked at: the result is made on the host first.
-        cast = source.to(dest.dtype)
-        _check_cast(fqn, source, cast)
-        dest.copy_(cast)
-
-
-def _check_cast(fqn: str, source: torch.Tensor, cast: torch.Tensor) -> None:
-    # Floats of one byte lack infinities, or signs and zero, whatever their range.
-    one_byte = cast.dtype.itemsize == 1
-    if not one_byte and torch.finfo(cast.dtype).max >= torch.finfo(source.dtype).max:
-        return
-    # float8 has no `isfinite` of its own; every narrower type fits into float32.
-    wide = source if source.dtype == torch.float64 else source.to(torch.float32)
-    back = cast.to(torch.float32)
-    lost = (wide.isfinite() != back.isfinite()) | (wide.isinf() != back.isinf())
-    if one_byte:
-        # torch 2.13 gives the largest value for what is larger, and drops signs that cannot be.
-        lost |= wide.isfinite() & (wide.abs() > torch.finfo(cast.dtype).max)
-        lost |= (back != 0) & (wide.sign() != back.sign()) & ~wide.isnan()
-    if bool(lost.any()):
-        raise DtypeMismatchError(
-            f"tensor `{fqn}`: {int(lost.sum())} values of {source.dtype} do not fit into "
-            f"{cast.dtype}, the first is {wide[lost][0].item()!r}; the destination is undefined "
-            f"now",
-            fqn=fqn,
-        )

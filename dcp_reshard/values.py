@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from dcp_reshard._torch import DTensor, KeyPath, ShardedTensor, default_device
+from dcp_reshard.copying import copy_elements
 from dcp_reshard.errors import LayoutError, PlanError
-from dcp_reshard.transfer import copy_elements
 
 __all__ = [
     "Number",

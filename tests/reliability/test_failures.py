@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import dcp_reshard
-from dcp_reshard import ReaderOptions, ReshardError, StorageError, direct, transfer
+from dcp_reshard import ReaderOptions, ReshardError, StorageError, copying, direct, transfer
 from tests.support.checkpoints import save_state, save_world
 from tests.support.failing import Failing
 from tests.support.failures import catch_failure, find_failures
@@ -138,15 +138,18 @@ def test_f22_a_copy_that_fails(good: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """A destination that cannot be written to, as after a device error, fails the load."""
     count = itertools.count()
     fail_at = -1
-    real = transfer.copy_elements
 
-    def copy(*args: Any, **kwargs: Any) -> None:
-        if next(count) == fail_at:
-            raise RuntimeError("device-side assert triggered")
-        real(*args, **kwargs)
+    def failing(real: Callable[..., None]) -> Callable[..., None]:
+        def copy(*args: Any, **kwargs: Any) -> None:
+            if next(count) == fail_at:
+                raise RuntimeError("device-side assert triggered")
+            real(*args, **kwargs)
+
+        return copy
 
     for module in (direct, transfer):
-        monkeypatch.setattr(module, "copy_elements", copy)
+        monkeypatch.setattr(module, "copy_elements", failing(copying.copy_elements))
+    monkeypatch.setattr(copying, "copy_together", failing(copying.copy_together))
     dcp_reshard.load(make_dest(), good, no_dist=True, options=patient())
     total = next(count)
     assert total > 1
