@@ -171,7 +171,7 @@ def make_wants(catalog: Catalog, ranks: int, rank: int) -> dict[str, Want]:
     for key, stored in catalog.tensors.items():
         boxes = [Box((), ())]
         if stored.shape:
-            _, shards = plan_shard_boxes(stored.shape, [Cut(0, ranks, rank)])
+            _, shards = plan_shard_boxes(stored.shape, (Cut(0, ranks, rank),))
             boxes = [shard.box for shard in shards]
         wants[key] = Want(stored.shape, stored.dtype, tuple(boxes))
     return wants

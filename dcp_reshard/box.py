@@ -77,10 +77,13 @@ class Box:
 
     def contains(self, other: Box) -> bool:
         """Whether every edge of `other` lies inside this box."""
-        return all(
-            o <= p and q <= e
-            for o, e, p, q in zip(self.offsets, self.ends, other.offsets, other.ends, strict=True)
-        )
+        # Not `all` of a generator, nor `ends`: this is asked for every tensor, several times.
+        for start, size, first, length in zip(
+            self.offsets, self.sizes, other.offsets, other.sizes, strict=True
+        ):
+            if first < start or first + length > start + size:
+                return False
+        return True
 
     def relative_to(self, origin: Sequence[int]) -> Box:
         """The same rectangle, counted from `origin`."""

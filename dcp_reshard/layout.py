@@ -95,8 +95,9 @@ def collect_tensor_layout(fqn: str, tensor: torch.Tensor, *, writable: bool = Tr
     """
     shape = tuple(tensor.size())
     shards = tuple(s for s in _collect_shards(fqn, tensor) if not s.box.is_empty)
+    whole = Box.full(shape)
     for shard in shards:
-        if not Box.full(shape).contains(shard.box):
+        if not whole.contains(shard.box):
             raise LayoutError(
                 f"tensor `{fqn}`: this rank claims {shard.box} of a tensor of shape {shape!r}",
                 fqn=fqn,
@@ -138,14 +139,16 @@ def _collect_dtensor_shards(fqn: str, tensor: DTensor, local: torch.Tensor) -> I
             f"supported",
             fqn=fqn,
         )
-    shape, boxes = plan_shard_boxes(tuple(tensor.size()), cuts)
+    shape, boxes = plan_shard_boxes(tuple(tensor.size()), tuple(cuts))
     if shape != tuple(local.size()):
         mesh = tuple(tensor.device_mesh.shape)
         why = f"placements {tensor.placements!r} on a mesh of shape {mesh!r}"
         _check_shape(fqn, shape, tuple(local.size()), why)
     for shard in boxes:
-        view = Box(shard.local_offsets, shard.box.sizes)
-        yield LocalShard(shard.box, local[view.slices()])
+        # A single box is all of the local tensor, usually.
+        whole = shard.box.sizes == shape
+        view = local if whole else local[Box(shard.local_offsets, shard.box.sizes).slices()]
+        yield LocalShard(shard.box, view)
 
 
 def _is_checkpointable(tensor: torch.Tensor) -> bool:
@@ -170,7 +173,7 @@ def _check_writable(fqn: str, tensor: torch.Tensor) -> None:
             f"{tensor.layout} and dtype {tensor.dtype}",
             fqn=fqn,
         )
-    if may_overlap(tuple(tensor.size()), tensor.stride()):
+    if not tensor.is_contiguous() and may_overlap(tuple(tensor.size()), tensor.stride()):
         raise LayoutError(
             f"tensor `{fqn}`: an expanded tensor (shape {tuple(tensor.size())!r}, strides "
             f"{tensor.stride()!r}) cannot be loaded in place: several of its elements share memory",

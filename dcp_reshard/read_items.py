@@ -7,6 +7,8 @@ the offsets of a stored chunk, and both offsets of the part are counted from the
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
@@ -47,10 +49,15 @@ def _tensor_items(tensor: TensorPlan) -> list[ReadItem]:
             ReadItem(
                 type=LoadItemType.TENSOR,
                 dest_index=MetadataIndex(tensor.fqn, shard.offsets, part.shard),
-                dest_offsets=torch.Size(part.region.relative_to(shard.offsets).offsets),
+                dest_offsets=_from(shard.offsets, part.region),
                 storage_index=MetadataIndex(key, chunk_offsets, part.chunk),
-                storage_offsets=torch.Size(part.region.relative_to(chunk_offsets).offsets),
+                storage_offsets=_from(chunk_offsets, part.region),
                 lengths=torch.Size(part.region.sizes),
             )
         )
     return items
+
+
+def _from(origin: tuple[int, ...], region: Box) -> torch.Size:
+    """Where a region starts, counted from `origin`."""
+    return torch.Size(map(operator.sub, region.offsets, origin))

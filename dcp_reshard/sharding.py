@@ -24,6 +24,7 @@ Integers only; no tensor, no mesh.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Sequence
@@ -173,9 +174,11 @@ def apply_cuts(size: int, cuts: Sequence[Cut]) -> list[Run]:
     return held
 
 
+# A model has thousands of tensors of few shapes, all cut alike.
+@functools.lru_cache(maxsize=4096)
 def plan_shard_boxes(
-    shape: Sequence[int], cuts: Sequence[Cut]
-) -> tuple[tuple[int, ...], list[ShardBox]]:
+    shape: tuple[int, ...], cuts: tuple[Cut, ...]
+) -> tuple[tuple[int, ...], tuple[ShardBox, ...]]:
     """What a rank holds of a tensor after these cuts.
 
     Args:
@@ -186,9 +189,9 @@ def plan_shard_boxes(
         The shape of the local tensor, and the boxes that make it up; no box if it is empty.
 
     Example:
-        >>> plan_shard_boxes((4, 6), [Cut(1, 4, 3)])
-        ((4, 0), [])
-        >>> shape, [shard] = plan_shard_boxes((4, 6), [Cut(1, 4, 1)])
+        >>> plan_shard_boxes((4, 6), (Cut(1, 4, 3),))
+        ((4, 0), ())
+        >>> shape, [shard] = plan_shard_boxes((4, 6), (Cut(1, 4, 1),))
         >>> shape, str(shard.box), shard.local_offsets
         ((4, 2), '[0:4, 2:4]', (0, 0))
     """
@@ -197,8 +200,8 @@ def plan_shard_boxes(
     ]
     local_shape = tuple(sum(run.length for run in dim_runs) for dim_runs in runs)
     starts = [[0, *itertools.accumulate(run.length for run in dim_runs)][:-1] for dim_runs in runs]
-    boxes = [
+    boxes = tuple(
         ShardBox(Box(tuple(r.start for r in pick), tuple(r.length for r in pick)), local)
         for pick, local in zip(itertools.product(*runs), itertools.product(*starts), strict=True)
-    ]
+    )
     return local_shape, boxes

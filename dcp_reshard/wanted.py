@@ -90,7 +90,9 @@ class Wanted:
             )
         # Planners other than ours do not ask.
         stored.check_usable()
-        dest = self.planner.resolve_tensor(item).detach()
+        dest = self.planner.resolve_tensor(item)
+        if dest.requires_grad:
+            dest = dest.detach()
         if tuple(dest.size()) != tuple(item.lengths):
             raise PlanError(
                 f"tensor `{item.dest_index.fqn}`: the planner gave memory of shape "

@@ -182,7 +182,7 @@ def test_shard_boxes_put_together_are_the_local_tensor(
         wanted = wanted.index_select(
             dim, torch.tensor(cut_lists(size, [c for c in cuts if c.dim == dim]), dtype=torch.long)
         )
-    local_shape, boxes = plan_shard_boxes(shape, cuts)
+    local_shape, boxes = plan_shard_boxes(tuple(shape), tuple(cuts))
     assert local_shape == tuple(wanted.shape)
     found = torch.full(local_shape, -1)
     for shard in boxes:
