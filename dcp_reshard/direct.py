@@ -80,8 +80,9 @@ class DirectRead:
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __post_init__(self) -> None:
-        """Leave half of the budget to the copies."""
-        self._small = SmallChunks(self.options.memory_budget // 4)
+        """Bound what small chunks may take, beside the half of the budget that requests may."""
+        # Contents are put into rows, and these may be copied once more: three times in all.
+        self._small = SmallChunks(self.options.memory_budget // 8)
 
     def run(self, parts: Sequence[WantedPart], objects: Sequence[StoredObject]) -> None:
         """Read all parts into their destinations, and the items of all objects.
