@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +30,7 @@ from dcp_reshard import (
     ReshardLoadPlanner,
     ReshardStorageReader,
     StorageError,
+    lockstep,
 )
 from dcp_reshard.box import Box
 from dcp_reshard.layout import LocalShard, TensorLayout
@@ -37,7 +39,7 @@ from dcp_reshard.options import RetryPolicy
 from dcp_reshard.storage import ByteSource, LocalSource
 from tests.support.checkpoints import save_state, save_world
 from tests.support.failures import catch_failures, find_failures
-from tests.support.sources import RecordingCheckpoint, Request
+from tests.support.sources import RecordingCheckpoint, RecordingSource, Request
 from tests.support.tensors import (
     check_same,
     fill_with_sentinel,
@@ -770,3 +772,97 @@ def test_other_modes_are_refused() -> None:
     """A misspelt mode is not taken for another."""
     with pytest.raises(ValueError, match="'cooperative', got 'together'"):
         ReshardStorageReader("anywhere", mode="together")
+
+
+def test_the_next_round_is_read_while_this_one_is_exchanged(tmp_path: Path) -> None:
+    """No rank begins to exchange round 1 before it has begun to read round 2."""
+    full = indexed_tensor((300, 200))
+    save_state(tmp_path, {"w": full})
+
+    def load(rank: int) -> None:
+        reading = threading.Event()
+        windows: list[int] = []
+
+        class Reader(ReshardStorageReader):
+            @property
+            def waiting_for(self) -> str:
+                return ""
+
+            @waiting_for.setter
+            def waiting_for(self, what: str) -> None:
+                if what.startswith("send the bytes of round 1 of "):
+                    assert reading.wait(10)
+
+        class Watched(RecordingCheckpoint):
+            def open(self) -> ByteSource:
+                return WatchedSource(super().open())
+
+        class WatchedSource(RecordingSource):
+            def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+                if threading.current_thread().name.startswith("dcp_reshard_window"):
+                    windows.append(offset)
+                    if len(windows) > 1:
+                        reading.set()
+                super().read_into(name, offset, buffers)
+
+        # One request makes a round.
+        options = ReaderOptions(memory_budget=2**18, block_bytes=8192, threads=1)
+        reader = Reader(Watched(tmp_path), mode="cooperative", options=options)
+        state = {"w": torch.zeros(300, 200)}
+        dcp.load(state, storage_reader=reader)
+        assert torch.equal(state["w"], full)
+        assert len(windows) == reader.stats.cooperation.rounds > 2
+
+    thread_world(2, load)
+
+
+def test_not_every_rank_opens_every_file(tmp_path: Path) -> None:
+    """Scalars and objects of all files travel from the rank that has read them."""
+
+    def make(rank: int) -> State:
+        return {f"{name}{rank}": value for name, value in (("t", torch.ones(9)), ("o", "text"))}
+
+    save_world(tmp_path, 8, make)
+
+    def load(rank: int) -> Loaded:
+        state: State = {}
+        for i in range(8):
+            state |= {f"t{i}": torch.zeros(9), f"o{i}": None}
+        checkpoint = RecordingCheckpoint(tmp_path)
+        report = dcp_reshard.load(state, checkpoint, mode="cooperative", options=WHOLE)
+        assert all(bool((state[f"t{i}"] == 1).all()) for i in range(8))
+        assert all(state[f"o{i}"] == "text" for i in range(8))
+        return Loaded(report, checkpoint.data_requests)
+
+    ranks = thread_world(4, load)
+    check_read_once(ranks)
+    # Two files a rank, and one more where a file is cut between two ranks.
+    opened = [len({request.name for request in rank.requests}) for rank in ranks]
+    assert sum(opened) <= 8 + 3
+    assert {rank.report.cooperation.rounds for rank in ranks} <= {1, 2}
+
+
+@pytest.mark.parametrize("options", [BLOCKS, WHOLE], ids=["blocks", "whole"])
+def test_pieces_travel_from_the_memory_of_a_device(
+    options: ReaderOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where messages are in other memory than windows, as for NCCL, every piece is moved there."""
+    # Another name of the CPU: what was made without it does not count as being there.
+    monkeypatch.setattr(lockstep, "collective_device", lambda group: torch.device("cpu", 0))
+    layout = grid(2, 2)
+    tensors = {
+        "w": indexed_tensor((257, 130)),
+        "lazy": indexed_tensor((60, 80), torch.complex64).conj(),
+        "s": torch.tensor(3.0),
+    }
+    save_state(tmp_path, tensors)
+
+    def make(rank: int) -> State:
+        return {
+            "w": layout.distribute(tensors["w"]),
+            "lazy": tensors["lazy"].resolve_conj().clone(),
+            "s": tensors["s"].clone(),
+        }
+
+    ranks = thread_world(4, load_rank, tmp_path, make, options)
+    assert sum(rank.report.records_unverified for rank in ranks) == 0
