@@ -62,7 +62,7 @@ class Preset:
 
 PRESETS = {
     "xs": Preset(2, 320, 896, 4096),  # 60 MB
-    "t": Preset(3, 448, 1216, 4000),  # BYTES
+    "t": Preset(3, 448, 1216, 4000),  # 0.12 GB
     "s": Preset(4, 768, 2048, 9000),  # 0.46 GB
     "m": Preset(6, 1024, 2816, 12288),  # 1.1 GB
     "l": Preset(8, 1536, 4096, 16384),  # 3 GB

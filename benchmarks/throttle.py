@@ -37,7 +37,7 @@ PAIRS = (
 )
 LOADERS = ("stock", "direct", "cooperative")
 # They take a fraction of a second, and are to be told from each other.
-_LOCAL_LOADS = 5
+_LOCAL_LOADS = 3
 LEGEND = """\
 stock s     seconds of stock dcp.load: slowest rank, median of the repeats
 direct      dcp_reshard with mode="direct", times faster than stock; coop: with "cooperative"
@@ -233,11 +233,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog=LEGEND,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--preset", choices=PRESETS, default="s", help="sizes (s: 0.46 GB)")
+    parser.add_argument("--preset", choices=PRESETS, default="t", help="sizes (t: 0.12 GB)")
     parser.add_argument("--pairs", default=PAIRS, help="as in 'fsdp8:hsdp8x1 fsdp8:col8'")
     parser.add_argument("--bandwidth", type=float, default=100, help="MB/s, of all ranks together")
     parser.add_argument("--latency", type=float, default=0.5, help="ms per request")
-    parser.add_argument("--repeats", type=int, default=3, help="timed loads by each loader")
+    parser.add_argument("--repeats", type=int, default=2, help="timed loads by each loader")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="for files")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for one job")

@@ -10,16 +10,26 @@ import torch.distributed as dist
 
 from dcp_reshard.errors import PeerFailedError
 
-__all__ = ["collective_device", "compute_once"]
+__all__ = ["collective_device", "compute_once", "takes_cpu_tensors"]
 
 Value = TypeVar("Value")
 
 
 def collective_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group's backend wants its tensors: NCCL on the current GPU, gloo on the CPU."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    """Where the group wants its tensors: on the CPU, unless it has a backend for GPUs only."""
+    if takes_cpu_tensors(dist.get_backend_config(group)):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def takes_cpu_tensors(backends: str) -> bool:
+    """Whether a group of these backends does.
+
+    Example:
+        >>> takes_cpu_tensors("cpu:gloo,cuda:nccl"), takes_cpu_tensors("cuda:nccl")
+        (True, False)
+    """
+    return any(pair.partition(":")[0] == "cpu" for pair in backends.split(","))
 
 
 def compute_once(function: Callable[[], Value], *, group: dist.ProcessGroup) -> Value:
