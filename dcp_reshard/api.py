@@ -105,7 +105,8 @@ def load(
         used: LoadPlanner = planner
         try:
             # Sorted as `dcp.load` sorts them: `state_dict()` of a value may make collective calls.
-            for key, value in sorted(state_dict.items()):
+            # Unlike there, not all keys need to be of one type.
+            for key, value in sorted(state_dict.items(), key=lambda item: str(item[0])):
                 values[key] = value.state_dict() if _is_stateful(value) else value
         except BaseException as error:
             if alone:

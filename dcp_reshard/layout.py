@@ -17,7 +17,9 @@ allocated, read, or changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import bisect
+import operator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +32,13 @@ from dcp_reshard.errors import LayoutError
 from dcp_reshard.ranges import may_overlap
 from dcp_reshard.sharding import plan_shard_boxes
 
-__all__ = ["LocalShard", "TensorLayout", "collect_layout", "collect_tensor_layout"]
+__all__ = [
+    "LocalShard",
+    "TensorLayout",
+    "check_no_pieces",
+    "collect_layout",
+    "collect_tensor_layout",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +76,67 @@ def collect_layout(state_dict: Mapping[str, Any]) -> dict[str, TensorLayout]:
     an FSDP1 flat parameter.
 
     Raises:
-        LayoutError: A tensor cannot be described; the message names it and the reason.
+        LayoutError: A tensor cannot be described, or is memory of another one's shard; the message
+            names it and the reason.
 
     Example:
         >>> layout = collect_layout({"w": torch.zeros(2, 3), "step": 7})
         >>> [(fqn, str(t.shards[0].box)) for fqn, t in layout.items()]
         [('w', '[0:2, 0:3]')]
     """
-    return {
+    layouts = {
         fqn: value if isinstance(value, TensorLayout) else collect_tensor_layout(fqn, value)
         for fqn, value in state_dict.items()
         if isinstance(value, (torch.Tensor, TensorLayout))
     }
+    check_no_pieces(layouts.values())
+    return layouts
+
+
+def check_no_pieces(layouts: Collection[TensorLayout]) -> None:
+    """Check that no tensor which seems to be whole is in the memory of a shard of another tensor.
+
+    Such a tensor is this rank's piece of something, and a checkpoint has one value for its key, of
+    one rank. FSDP1's LOCAL_STATE_DICT has them beside its flat parameters if these were made with
+    `use_orig_params`; where all pieces have one shape, nothing else shows it.
+
+    Raises:
+        LayoutError: One is.
+    """
+    # Storage -> (first byte, end, key) of shards in it.
+    held: dict[int, list[tuple[int, int, str]]] = {}
+    whole: list[tuple[str, torch.Tensor]] = []
+    for layout in layouts:
+        is_whole = [shard.box for shard in layout.shards] == [Box.full(layout.shape)]
+        for shard in layout.shards:
+            tensor = shard.tensor
+            if type(tensor) is not torch.Tensor or not _has_memory(tensor):
+                continue
+            if is_whole:
+                whole.append((layout.fqn, tensor))
+            elif tensor.is_contiguous():  # else other tensors may lie in its gaps
+                start = tensor.data_ptr()
+                place = (start, start + tensor.numel() * tensor.element_size(), layout.fqn)
+                held.setdefault(tensor.untyped_storage().data_ptr(), []).append(place)
+    if not held:
+        return
+    for places in held.values():
+        places.sort()
+    for fqn, tensor in whole:
+        places = held.get(tensor.untyped_storage().data_ptr(), [])
+        start = tensor.data_ptr()
+        before = bisect.bisect(places, start, key=operator.itemgetter(0))
+        if before and start < places[before - 1][1]:
+            raise LayoutError(
+                f"tensor `{fqn}`: its memory is in this rank's shard of `{places[before - 1][2]}`, "
+                f"so each rank has another piece under this key, and a checkpoint has one of them "
+                f"(FSDP1's LOCAL_STATE_DICT with use_orig_params); use SHARDED_STATE_DICT",
+                fqn=fqn,
+            )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta
 
 
 def collect_tensor_layout(fqn: str, tensor: torch.Tensor, *, writable: bool = True) -> TensorLayout:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from dcp_reshard._torch import sharing_ranks
 from dcp_reshard.box import Box
 from dcp_reshard.errors import LayoutError
-from dcp_reshard.layout import TensorLayout, collect_tensor_layout
+from dcp_reshard.layout import TensorLayout, check_no_pieces, collect_tensor_layout
 from dcp_reshard.values import check_object
 
 __all__ = ["ReshardSavePlanner"]
@@ -75,16 +75,22 @@ class ReshardSavePlanner(DefaultSavePlanner):
         """Find out what this rank holds.
 
         Raises:
-            LayoutError: A tensor cannot be described; the message names it and the reason.
+            LayoutError: A tensor cannot be described, or is a piece of another one; the message
+                names it and the reason.
         """
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         values: dict[str, Any] = {}
+        layouts: list[TensorLayout] = []
         for fqn, value in self.state_dict.items():
             if not isinstance(value, torch.Tensor):
                 check_object(fqn, value)
             elif sharing_ranks(value) is not None or hasattr(value, "__create_chunk_list__"):
                 value = _Chunks.of(fqn, value)
+                layouts.append(value.layout)
+            else:
+                layouts.append(collect_tensor_layout(fqn, value, writable=False))
             values[fqn] = value
+        check_no_pieces(layouts)
         self.state_dict = values
 
     def lookup_object(self, index: MetadataIndex) -> Any:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.fsdp import StateDictType
 
 import dcp_reshard
-from dcp_reshard import ReshardStorageReader, load_sharded_optimizer_state_dict
+from dcp_reshard import ReshardSavePlanner, ReshardStorageReader, load_sharded_optimizer_state_dict
 from dcp_reshard.layout import collect_tensor_layout
 from tests.support.failures import find_failures
 from tests.support.fsdp1 import KINDS, expected, make_model, sharded_state, whole_state
@@ -31,7 +31,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::dcp_reshard.RankValueWarning"),
 ]
 
-SOURCES = [("sharded", 4), ("flat", 3), *((kind, 4) for kind in list(KINDS)[2:-1]), ("plain", 1)]
+SIZES = {"flat": 3, "plain": 1}
+SOURCES = [(kind, SIZES.get(kind, 4)) for kind in KINDS if kind != "even"]
 DESTS = [*SOURCES, ("sharded", 3), ("mesh", 2), ("grad_op", 2), ("fsdp2", 3)]
 
 
@@ -106,13 +107,30 @@ def test_local_state_dict_of_flat_parameters(tmp_path: Path, size: int) -> None:
     assert gloo_world(size, load_local, tmp_path, "flat") == [{}] * size
 
 
+@pytest.mark.parametrize("kind", ["sharded", "even"])
 @pytest.mark.parametrize("size", [4, 2])
-def test_local_state_dict_of_original_parameters(tmp_path: Path, size: int) -> None:
-    """There each rank has another piece under the same key, which is refused by that name."""
-    gloo_world(4, save_local, tmp_path, "sharded")
-    for failures in gloo_world(size, load_local, tmp_path, "sharded"):
-        assert failures
-        assert all("stored shape" in text and "`model." in text for text in failures.values())
+def test_local_state_dict_of_original_parameters(tmp_path: Path, size: int, kind: str) -> None:
+    """Each rank has a piece under the same key, which is refused also where all have one shape."""
+    gloo_world(4, save_local, tmp_path, kind)
+    for failures in gloo_world(size, load_local, tmp_path, kind):
+        assert len(failures) == size
+        assert all("_flat_param`, so each rank has another piece" in f for f in failures.values())
+
+
+def find_piece(rank: int, path: Path) -> tuple[str, int]:
+    state = sharded_state(make_model("even", expected()), StateDictType.LOCAL_STATE_DICT)
+    failures = find_failures(
+        lambda: dcp.save(state, checkpoint_id=path, planner=ReshardSavePlanner())
+    )
+    return str(failures[rank]), len(state["up.weight"])
+
+
+def test_pieces_are_not_saved(tmp_path: Path) -> None:
+    """`ReshardSavePlanner` writes no checkpoint in which one rank's piece stands for all."""
+    for failure, piece in gloo_world(2, find_piece, tmp_path):
+        assert piece == 21
+        assert "tensor `up.weight`: its memory is in this rank's shard" in failure
+    assert not list(tmp_path.glob("*.distcp"))
 
 
 def step(model: nn.Module) -> torch.optim.Optimizer:

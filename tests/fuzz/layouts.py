@@ -14,12 +14,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from dcp_reshard.box import Box
+from dcp_reshard.sharding import chunk_bounds
 from tests.support.sharded import sharded_tensor
 from tests.support.strided import chunk
 
@@ -67,21 +69,55 @@ def draw_world(rng: random.Random, *, max_ranks: int = 8) -> World:
 
 
 def draw_shape(rng: random.Random) -> tuple[int, ...]:
-    """Up to three dims, most not divisible by the numbers of ranks, some without elements."""
+    """Up to four dims, most not divisible by the numbers of ranks, some without elements."""
     sides = (0, 1, 1, 2, 3, 4, 5, 6, 7, 7, 8, 9, 11, 13, 16, 17, 21)
-    return tuple(rng.choice(sides) for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3))))
+    return tuple(rng.choice(sides) for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3, 4))))
 
 
 def draw_layout(rng: random.Random, world: World, shape: Sequence[int]) -> Layout:
-    """Any layout that a tensor of this shape can have in this world."""
+    """Any layout that a tensor of this shape can have in this world, in memory of any strides."""
     kinds = [_plain, _placements, _placements]
     if shape:
         kinds += [_cuts, _cuts, _cuts, _order, _sub_mesh]
     if math.prod(shape) and shape:
-        kinds += [_sharded]
+        kinds += [_sharded, _nested]
     if len(shape) == 1 and shape[0] > 1:
         kinds += [_view]
-    return rng.choice(kinds)(rng, world, tuple(shape))
+    layout = rng.choice(kinds)(rng, world, tuple(shape))
+    text, put = _draw_memory(rng, len(shape))
+    return Layout(f"{layout.text}{text}", lambda full: _in_memory(layout.make(full), put))
+
+
+def _draw_memory(rng: random.Random, ndim: int) -> tuple[str, Make]:
+    """How local tensors lie in memory: dims in any order, with gaps, behind others, or as usual."""
+    kind = rng.choice(("", "", "", "gaps", "behind", "order", "order"))
+    if kind == "order":
+        order = rng.sample(range(ndim), ndim)
+        back = [order.index(dim) for dim in range(ndim)]
+        return f" in order {order}", lambda t: t.permute(order).contiguous().permute(back)
+
+    def put(tensor: torch.Tensor) -> torch.Tensor:
+        if kind == "gaps":
+            room = tensor.new_empty([size + 3 for size in tensor.shape])
+            return room[(slice(1, -2),) * ndim].copy_(tensor)
+        room = tensor.new_empty(tensor.numel() + 5)
+        return room[5:].view(tensor.shape).copy_(tensor) if kind else tensor
+
+    return f" with {kind}" if kind else "", put
+
+
+def _in_memory(value: torch.Tensor, put: Make) -> torch.Tensor:
+    """The same value, with local tensors of this rank made by `put` from those that it has."""
+    if isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            shard.tensor = _in_memory(shard.tensor, put)
+        return value
+    if isinstance(value, DTensor):
+        local = value.to_local()
+        # On ranks outside of the mesh it has another number of dims.
+        local = put(local) if local.ndim == value.ndim else local
+        return DTensor(local, value._spec, requires_grad=False)
+    return put(value)
 
 
 def _plain(rng: random.Random, world: World, shape: tuple[int, ...]) -> Layout:
@@ -191,19 +227,25 @@ def _from_front(placement: Placement, ndim: int) -> Placement:
 
 
 def _sub_mesh(rng: random.Random, world: World, shape: tuple[int, ...]) -> Layout:
-    """A mesh of some of the ranks, in any order; the others hold nothing."""
+    """A mesh of some of the ranks, in any order, of one or two axes; the others hold nothing."""
     ranks = rng.sample(range(world.size), rng.randint(1, world.size))
-    dim = rng.randrange(len(shape))
+    if len(ranks) % 2 == 0 and rng.random() < 0.5:
+        inner = World((2, len(ranks) // 2))
+        cuts = [(axis, rng.randrange(len(shape))) for axis in range(2) if rng.random() < 0.8]
+    else:
+        inner = World((len(ranks),))
+        cuts = [(0, rng.randrange(len(shape)))]
+    placements: list[Placement] = [Replicate() for _ in inner.mesh_shape]
+    for axis, dim in cuts:
+        placements[axis] = Shard(dim)
 
     def make(full: torch.Tensor) -> torch.Tensor:
-        mesh = DeviceMesh("cpu", torch.tensor(ranks))
-        if dist.get_rank() in ranks:
-            local = chunk(full, len(ranks), ranks.index(dist.get_rank()), dim)
-        else:
-            local = full.new_empty(0)
-        return _from_local(local, mesh, [Shard(dim)], full)
+        mesh = DeviceMesh("cpu", torch.tensor(ranks).view(inner.mesh_shape))
+        inside = dist.get_rank() in ranks
+        local = _cut(full, mesh, cuts) if inside else full.new_empty(0)
+        return _from_local(local, mesh, placements, full)
 
-    return Layout(f"sub-mesh {ranks} dim {dim}", make)
+    return Layout(f"sub-mesh {ranks} {inner.mesh_shape} cuts {cuts}", make)
 
 
 def _sharded(rng: random.Random, world: World, shape: tuple[int, ...]) -> Layout:
@@ -223,6 +265,35 @@ def _sharded(rng: random.Random, world: World, shape: tuple[int, ...]) -> Layout
     placed = [(box, rng.randrange(world.size)) for box in boxes]
     text = ", ".join(f"{box} on {rank}" for box, rank in placed)
     return Layout(f"sharded tensor {text}", lambda full: sharded_tensor(full, placed))
+
+
+def _nested(rng: random.Random, world: World, shape: tuple[int, ...]) -> Layout:
+    """Parts along a dim, over ranks in any order, each a ShardedTensor of parts along some dim."""
+    dim, inner_dim = rng.randrange(len(shape)), rng.randrange(len(shape))
+    ranks = rng.sample(range(world.size), world.size)
+    pieces = rng.randint(1, 3)
+
+    def parts(box: Box, along: int, number: int) -> list[Box]:
+        bounds = [chunk_bounds(box.sizes[along], number, i) for i in range(number)]
+        return [
+            Box(
+                tuple(low * (d == along) for d in range(len(shape))),
+                tuple(high - low if d == along else n for d, n in enumerate(box.sizes)),
+            )
+            for low, high in bounds
+            if low < high
+        ]
+
+    def make(full: torch.Tensor) -> torch.Tensor:
+        placed = list(zip(parts(Box.full(shape), dim, world.size), ranks, strict=False))
+
+        def inner(box: Box) -> torch.Tensor:
+            boxes = [(part, dist.get_rank()) for part in parts(box, inner_dim, pieces)]
+            return sharded_tensor(full[box.slices()], boxes)
+
+        return sharded_tensor(full, placed, make_local=inner)
+
+    return Layout(f"nested over {ranks} dim {dim}, in {pieces} along {inner_dim}", make)
 
 
 def _view(rng: random.Random, world: World, shape: tuple[int, ...]) -> Layout:

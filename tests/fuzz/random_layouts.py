@@ -27,13 +27,20 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
 import dcp_reshard
-from dcp_reshard import CheckpointFormatError, ReshardLoadPlanner, ReshardSavePlanner
+from dcp_reshard import (
+    CheckpointFormatError,
+    ReshardLoadPlanner,
+    ReshardSavePlanner,
+    ReshardStorageReader,
+)
 from dcp_reshard.box import Box
 from tests.fuzz.layouts import DTYPES, Layout, World, draw_layout, draw_shape, draw_world
 from tests.support.checkpoints import save_world
@@ -55,12 +62,15 @@ class Trial:
     wanted: dict[str, Layout]
     planner: type
     use_collectives: bool
-    stock_reader: bool
+    call: str
+    containers: tuple[type, type]
+    meta: bool
 
     def __str__(self) -> str:
         lines = [
             f"{self.source.mesh_shape} -> {self.dest.mesh_shape}, {self.planner.__name__}, "
-            f"collectives {self.use_collectives}, stock reader {self.stock_reader}"
+            f"collectives {self.use_collectives}, {self.call}, "
+            f"in {[kind.__name__ for kind in self.containers]}, meta {self.meta}"
         ]
         for name, full in self.tensors.items():
             lines.append(
@@ -82,8 +92,15 @@ def draw_trial(rng: random.Random) -> Trial:
         wanted[name] = draw_layout(rng, dest, shape)
     planner = rng.choice((dcp.DefaultSavePlanner, ReshardSavePlanner))
     use_collectives = rng.random() < 0.8
-    stock_reader = use_collectives and planner is ReshardSavePlanner and rng.random() < 0.3
-    return Trial(tensors, source, dest, stored, wanted, planner, use_collectives, stock_reader)
+    calls = ["load", "load", "dcp.load"]
+    if use_collectives and planner is ReshardSavePlanner:
+        calls += ["dcp.load of stock's reader"]
+    call = rng.choice(calls)
+    containers = (rng.choice((str, int, list)), rng.choice((str, int, list)))
+    meta = rng.random() < 0.2
+    return Trial(
+        tensors, source, dest, stored, wanted, planner, use_collectives, call, containers, meta
+    )
 
 
 def run_trial(seed: int) -> str:
@@ -102,7 +119,9 @@ def run_trial(seed: int) -> str:
 
 def _run(trial: Trial, path: Path) -> str:
     def make(layouts: dict[str, Layout]) -> dict[str, Any]:
-        return {name: layouts[name].make(full) for name, full in trial.tensors.items()}
+        container = trial.containers[layouts is trial.wanted]
+        tensors = [layouts[name].make(full) for name, full in trial.tensors.items()]
+        return _contained([{"w": tensor} for tensor in tensors], container)
 
     try:
         save_world(
@@ -127,6 +146,9 @@ def _run(trial: Trial, path: Path) -> str:
             state = make(trial.wanted)
             wanted = snapshot(state)
             fill_with_sentinel(state)
+            if trial.meta:
+                for value in _values(state):
+                    value["w"] = _without_memory(value["w"])
             failures = find_failures(lambda state=state: _load(trial, state, path))
             for failure in failures.values():
                 assert isinstance(failure, CheckpointFormatError), failure
@@ -151,6 +173,28 @@ def _run(trial: Trial, path: Path) -> str:
     return "right, although recorded wrongly by stock" if wrong else "right"
 
 
+def _contained(values: list[dict[str, torch.Tensor]], kind: type) -> dict[str, Any]:
+    """The values under the keys `layers.0` and so on, which containers of several kinds have."""
+    if kind is list:
+        return {"layers": values}
+    if kind is int:
+        return {"layers": dict(enumerate(values))}
+    return {f"layers.{number}": value for number, value in enumerate(values)}
+
+
+def _values(state: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    inner = state.get("layers", state)
+    return inner if isinstance(inner, list) else list(inner.values())
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, ShardedTensor):
+        return tensor
+    if isinstance(tensor, DTensor):
+        return DTensor(tensor.to_local().to("meta"), tensor._spec, requires_grad=False)
+    return tensor.to("meta")
+
+
 def _of(name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: tensor for key, tensor in tensors.items() if key.partition("[")[0] == name}
 
@@ -163,7 +207,11 @@ def _recorded_wrongly(trial: Trial) -> tuple[set[str], set[str]]:
         with fake_world(rank, trial.source.size):
             for name, full in trial.tensors.items():
                 index = torch.arange(full.numel()).reshape(full.shape)
-                value = trial.stored[name].make(index)
+                # Without those of which this rank has no shard.
+                flat = _flatten_sharded_tensors({name: trial.stored[name].make(index)})
+                value = flat.get(name)
+                if value is None:
+                    continue
                 if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
                     continue
                 for item in _create_write_items(name, value):
@@ -181,11 +229,11 @@ def _recorded_wrongly(trial: Trial) -> tuple[set[str], set[str]]:
 
 
 def _load(trial: Trial, state: dict[str, Any], path: Path) -> None:
-    if trial.stock_reader:
-        reader = dcp.FileSystemReader(path)
-        dcp.load(state, storage_reader=reader, planner=ReshardLoadPlanner(), no_dist=True)
-    else:
+    if trial.call == "load":
         dcp_reshard.load(state, path, no_dist=True)
+        return
+    reader = ReshardStorageReader if trial.call == "dcp.load" else dcp.FileSystemReader
+    dcp.load(state, storage_reader=reader(path), planner=ReshardLoadPlanner(), no_dist=True)
 
 
 def main() -> None:

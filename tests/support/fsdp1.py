@@ -47,6 +47,13 @@ def _fsdp1(model: nn.Module, **options: Any) -> nn.Module:
     return Fsdp1(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
 
 
+def _even(model: nn.Module) -> nn.Module:
+    """Weights alone, each in a flat parameter; two ranks cut them evenly. Biases are left out."""
+    for layer in (model.up, model.down):
+        layer.bias = None
+    return _fsdp1(model, ignored_states=[model.scale])
+
+
 def _pairs() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """The groups of a rank: those that share its shards, those that hold the same."""
     size = dist.get_world_size()
@@ -74,6 +81,7 @@ KINDS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "mesh": lambda model: _fsdp1(
         model, device_mesh=init_device_mesh("cpu", (dist.get_world_size(),))
     ),
+    "even": _even,
     "grad_op": lambda model: _fsdp1(model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
     "hybrid_groups": lambda model: _fsdp1(
         model, sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=_pairs()

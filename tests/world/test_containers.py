@@ -71,6 +71,16 @@ def test_every_value_goes_back_under_its_own_key(tmp_path: Path, reader: type) -
     assert without_tensors(state) == without_tensors(wanted)
 
 
+def test_outer_keys_of_several_types(tmp_path: Path) -> None:
+    """`load` takes numbers and texts as keys of one dict, which `dcp.load` of torch cannot sort."""
+    wanted = {"w": indexed_tensor((3,)), 3: {4: indexed_tensor((2,))}, 10: 1, True: "yes"}
+    save_state(tmp_path, wanted)
+    state: Any = {"w": torch.zeros(3), 3: {4: torch.zeros(2)}, 10: None, True: None}
+    dcp_reshard.load(state, tmp_path, no_dist=True)
+    check_same(snapshot(state), snapshot(wanted))
+    assert without_tensors(state) == without_tensors(wanted)
+
+
 def without_tensors(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return "tensor"

@@ -107,6 +107,17 @@ def test_a_mapping_of_keys(stored: Path, size: int) -> None:
         assert state["loader"] == {str(rank): state_of(rank % SAVED)["loader"][str(rank % SAVED)]}
 
 
+def test_the_mapping_of_the_readme(stored: Path) -> None:
+    """A dict of one key is enough for a value that has one key: rank 5 gets what rank 1 saved."""
+    with fake_world(5, 6):
+        state = {"w": torch.zeros(3), "rng": {"5": generator_state(1005)}}
+        rename = {"rng.5": f"rng.{5 % SAVED}"}
+        report = dcp_reshard.load(state, stored, no_dist=True, rename=rename)
+    assert report.missing == ()
+    assert torch.equal(state["w"], indexed_tensor((3,)))
+    assert torch.equal(state["rng"]["5"], generator_state(1))
+
+
 def test_experts_as_one_sharded_tensor(tmp_path: Path) -> None:
     """Experts that are told apart by a mesh axis are resharded like any other tensor."""
     full = indexed_tensor((8, 3, 2))
