@@ -10,6 +10,9 @@ consecutive bytes:
   moves to a device (on a stream of its own, from pinned memory, while the next request is read);
 * a small junk buffer for the bytes between two spans that one request serves.
 
+Parts that take elements out of the same bytes (columns, every other one of which this rank has)
+have equal spans. These are read once, and all copied from.
+
 Staging buffers are a fixed pool: memory beyond the destination is bounded by their number and size.
 """
 
@@ -92,13 +95,26 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """Bytes of one record, and the pieces that are in them; mostly one."""
+
+    record_key: RecordKey
+    range: ByteRange
+    pieces: tuple[_Piece, ...]
+
+    @property
+    def length(self) -> int:
+        return self.range.end - self.range.start
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """Consecutive bytes of one file, and the pieces they fill, in the order of their bytes."""
+    """Consecutive bytes of one file, and the reads they fill, in the order of their bytes."""
 
     file: str
     start: int
     end: int
-    pieces: tuple[_Piece, ...]
+    reads: tuple[_Read, ...]
 
 
 def plan_requests(
@@ -111,7 +127,7 @@ def plan_requests(
         request_bytes: What a request costs, in bytes that could be read in the same time.
         max_bytes: No request is longer, unless one element is.
     """
-    by_file: dict[str, list[_Piece]] = {}
+    by_file: dict[str, dict[tuple[RecordKey, ByteRange], list[_Piece]]] = {}
     for part in parts:
         spans = plan_spans(
             part.offsets,
@@ -122,14 +138,18 @@ def plan_requests(
             request_bytes=request_bytes,
             max_bytes=max_bytes,
         )
-        by_file.setdefault(part.file, []).extend(_Piece(part, span) for span in spans)
-    return [
-        Request(file, group.start, group.end, tuple(pieces[i] for i in group.members))
-        for file, pieces in sorted(by_file.items())
-        for group in group_ranges(
-            [piece.range for piece in pieces], max_gap=_JUNK_BYTES, max_bytes=max_bytes
-        )
-    ]
+        found = by_file.setdefault(part.file, {})
+        for piece in (_Piece(part, span) for span in spans):
+            found.setdefault((part.record_key, piece.range), []).append(piece)
+    requests = []
+    for file, found in sorted(by_file.items()):
+        reads = [_Read(*place, tuple(pieces)) for place, pieces in found.items()]
+        groups = group_ranges([r.range for r in reads], max_gap=_JUNK_BYTES, max_bytes=max_bytes)
+        requests += [
+            Request(file, group.start, group.end, tuple(reads[i] for i in group.members))
+            for group in groups
+        ]
+    return requests
 
 
 @dataclass(slots=True, eq=False)
@@ -187,7 +207,12 @@ class Transfer:
             StorageError: Bytes could not be read.
             DtypeMismatchError: A cast overflowed.
         """
-        cuda = any(piece.part.dest.is_cuda for request in requests for piece in request.pieces)
+        cuda = any(
+            piece.part.dest.is_cuda
+            for request in requests
+            for read in request.reads
+            for piece in read.pieces
+        )
         pool: SimpleQueue[_Staging] = SimpleQueue()
         for _ in range(self.threads * (2 if cuda else 1)):
             pool.put(_Staging(self.max_bytes, pinned=cuda))
@@ -214,25 +239,25 @@ class Transfer:
     def _read_and_copy(
         self, request: Request, staging: _Staging, stream: torch.cuda.Stream | None
     ) -> None:
-        direct = [_direct_memory(piece) for piece in request.pieces]
+        direct = [_direct_memory(read) for read in request.reads]
         staged = [
-            0 if memory is not None else _align(piece.span.length)
-            for memory, piece in zip(direct, request.pieces, strict=True)
+            0 if memory is not None else _align(read.length)
+            for memory, read in zip(direct, request.reads, strict=True)
         ]
         buffer = staging.take(sum(staged)) if any(staged) else torch.empty(0, dtype=torch.uint8)
         view = _memory(buffer)
-        junk = memoryview(bytearray(_JUNK_BYTES)) if len(request.pieces) > 1 else memoryview(b"")
+        junk = memoryview(bytearray(_JUNK_BYTES)) if len(request.reads) > 1 else memoryview(b"")
         buffers: list[memoryview] = []
         filled: list[memoryview] = []
         position, used = request.start, 0
-        for piece, memory, size in zip(request.pieces, direct, staged, strict=True):
-            if piece.range.start > position:
-                buffers.append(junk[: piece.range.start - position])
-            target = view[used : used + piece.span.length] if memory is None else memory
+        for read, memory, size in zip(request.reads, direct, staged, strict=True):
+            if read.range.start > position:
+                buffers.append(junk[: read.range.start - position])
+            target = view[used : used + read.length] if memory is None else memory
             buffers.append(target)
             filled.append(target)
             used += size
-            position = piece.range.end
+            position = read.range.end
         self.source.read_into(request.file, request.start, buffers)
         if self.checksums:
             self._add_checksums(request, filled)
@@ -240,20 +265,20 @@ class Transfer:
         with self._lock:
             self.bytes_direct += direct_bytes
         used = 0
-        for piece, memory, size in zip(request.pieces, direct, staged, strict=True):
+        for read, memory, size in zip(request.reads, direct, staged, strict=True):
             if memory is None:
-                _copy_piece(piece, buffer[used : used + size], stream)
+                for piece in read.pieces:
+                    _copy_piece(piece, buffer[used : used + size], stream)
                 used += size
         if stream is not None and used:
             staging.copied = stream.record_event()
 
     def _add_checksums(self, request: Request, filled: Sequence[memoryview]) -> None:
-        for piece, buffer in zip(request.pieces, filled, strict=True):
-            key = piece.part.record_key
-            start = piece.range.start - key[1]
-            part = CrcPart(start, start + piece.span.length, crc32(buffer))
+        for read, buffer in zip(request.reads, filled, strict=True):
+            start = read.range.start - read.record_key[1]
+            part = CrcPart(start, start + read.length, crc32(buffer))
             with self._lock:
-                self.crc_parts.setdefault(key, []).append(part)
+                self.crc_parts.setdefault(read.record_key, []).append(part)
 
 
 def _align(nbytes: int) -> int:
@@ -265,8 +290,11 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _direct_memory(piece: _Piece) -> memoryview | None:
-    """The destination's own bytes for the piece; None unless they are one block in its order."""
+def _direct_memory(read: _Read) -> memoryview | None:
+    """The destination's own bytes for the read; None unless they are one block in its order."""
+    if len(read.pieces) != 1:
+        return None
+    [piece] = read.pieces
     dest, payload, span = piece.part.dest, piece.part.payload, piece.span
     if (
         not dest.is_cpu

@@ -270,6 +270,26 @@ def test_parts_of_several_boxes_are_read_box_by_box(tmp_path: Path) -> None:
     assert report.bytes_direct == report.bytes_wanted == 3 * 100 * 1200
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_columns_between_those_of_others_are_read_once(tmp_path: Path, rank: int) -> None:
+    """Eight boxes of one rank, out of the same rows: the rows are read once, not eight times."""
+    rows, columns = 600, 256
+    full = indexed_tensor((rows, columns))
+    save_state(tmp_path, {"w": full})
+    with fake_world(rank, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        local = torch.full((rows, columns // 2), -1.0)
+        cut = [_StridedShard(1, split_factor=8)]
+        state = {
+            "w": DTensor.from_local(
+                local, mesh, cut, run_check=False, shape=full.shape, stride=(256, 1)
+            )
+        }
+        report = dcp_reshard.load(state, tmp_path, no_dist=True)
+    assert torch.equal(local, full.reshape(rows, 8, 2, 16)[:, :, rank].reshape(rows, -1))
+    assert report.bytes_read < 1.02 * full.nbytes
+
+
 def test_only_files_with_something_wanted_are_opened(tmp_path: Path) -> None:
     """A rank of FSDP 3 that resumes on FSDP 3 reads its own file; objects, those that have them."""
     save_world(tmp_path, 3, make_mixed)
