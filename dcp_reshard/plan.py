@@ -23,6 +23,7 @@ import torch
 
 from dcp_reshard.box import Box
 from dcp_reshard.catalog import Catalog, StoredTensor
+from dcp_reshard.dtypes import can_cast, is_lossless
 from dcp_reshard.errors import (
     DtypeMismatchError,
     MissingTensorError,
@@ -283,19 +284,9 @@ def _check_match(fqn: str, stored: StoredTensor, want: Want, policy: DtypePolicy
 
 
 def _allows(policy: DtypePolicy, stored: torch.dtype, wanted: torch.dtype) -> bool:
-    if policy == "exact":
-        return False
-    if stored.is_floating_point and wanted.is_floating_point and policy == "cast":
-        return True
-    same_kind = (stored.is_floating_point, stored.is_complex, stored == torch.bool) == (
-        wanted.is_floating_point,
-        wanted.is_complex,
-        wanted == torch.bool,
-    )
-    try:
-        return same_kind and torch.promote_types(stored, wanted) == wanted
-    except RuntimeError:
-        return False  # torch has no promotion for some pairs (float8, unsigned 16 to 64 bits)
+    if policy == "cast" and stored.is_floating_point and wanted.is_floating_point:
+        return can_cast(stored, wanted)
+    return policy != "exact" and is_lossless(stored, wanted)
 
 
 def _missing_error(

@@ -108,6 +108,10 @@ WIDENED = [
     (torch.float32, torch.float64),
     (torch.uint8, torch.int16),
     (torch.int16, torch.int64),
+    (torch.uint16, torch.int32),
+    (torch.uint32, torch.uint64),
+    (torch.float8_e4m3fn, torch.float32),
+    (torch.float8_e5m2, torch.float16),
     (torch.complex64, torch.complex128),
 ]
 NARROWED = [
@@ -115,7 +119,7 @@ NARROWED = [
     (torch.float64, torch.float16),
     (torch.bfloat16, torch.float16),
     (torch.float16, torch.float8_e5m2),
-    (torch.float8_e4m3fn, torch.float32),
+    (torch.float8_e4m3fn, torch.float8_e5m2),
 ]
 NEVER = [
     (torch.float32, torch.int64),
@@ -125,7 +129,10 @@ NEVER = [
     (torch.float32, torch.complex64),
     (torch.bool, torch.uint8),
     (torch.uint8, torch.int8),
-    (torch.uint16, torch.int64),
+    (torch.uint64, torch.int64),
+    (torch.int8, torch.uint16),
+    (torch.int16, torch.float32),
+    (torch.bool, torch.int32),
 ]
 
 
@@ -166,6 +173,19 @@ def test_casts_between_kinds_are_never_made(
     for policy in ("exact", "widen", "cast"):
         error = load_failing({"w": torch.zeros(5, dtype=wanted)}, tmp_path, dtype_policy=policy)
         assert isinstance(error, DtypeMismatchError), policy
+
+
+def test_casts_that_torch_cannot_make_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    """Of float4 there is no cast, and the plan says so: the tensor before it is untouched."""
+    packed = random_bits((5,), torch.uint8).view(torch.float4_e2m1fn_x2)
+    save_state(tmp_path, {"a": torch.ones(3), "w": packed})
+    for policy in ("widen", "cast"):
+        state = {"a": torch.zeros(3), "w": torch.zeros(5)}
+        error = load_failing(state, tmp_path, dtype_policy=policy)
+        assert isinstance(error, DtypeMismatchError)
+        assert error.fqn == "w"
+        assert "torch.float4_e2m1fn_x2" in str(error)
+        assert not state["a"].any()
 
 
 @pytest.mark.parametrize("numel", [9, 20_000])
