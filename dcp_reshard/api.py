@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn, TypeGuard
 
 import torch
@@ -36,6 +36,8 @@ def load(
     strict: bool = True,
     dtype_policy: DtypePolicy = "exact",
     rename: Rename | None = None,
+    groups: Mapping[str, int | str | None] | None = None,
+    keep_hyper_parameters: Collection[str] = (),
     allowed_classes: Sequence[type] = (),
     allow_unsafe_pickle: bool = False,
     mode: str = "auto",
@@ -57,6 +59,9 @@ def load(
             and the report names it.
         dtype_policy: ``"exact"``, ``"widen"`` or ``"cast"``; see `PlanOptions`.
         rename: Gives the key in the checkpoint for a key of the state dict.
+        groups: Which saved parameter group is meant, where an optimizer has other groups now; see
+            `PlanOptions`.
+        keep_hyper_parameters: Names of hyper-parameters that keep their value.
         allowed_classes: Classes that values which are not tensors may be instances of, beside plain
             data.
         allow_unsafe_pickle: Unpickle values that are not tensors whatever they are. This runs any
@@ -88,7 +93,11 @@ def load(
     started = time.perf_counter()
     planner = ReshardLoadPlanner(
         options=PlanOptions(
-            on_missing="error" if strict else "keep", dtype_policy=dtype_policy, rename=rename
+            on_missing="error" if strict else "keep",
+            dtype_policy=dtype_policy,
+            rename=rename,
+            groups=groups,
+            keep_hyper_parameters=keep_hyper_parameters,
         ),
         allowed_classes=allowed_classes,
         allow_unsafe_pickle=allow_unsafe_pickle,
@@ -148,7 +157,7 @@ def make_report(plan: ReadPlan, reader: ReshardStorageReader, *, rank: int) -> L
         checkpoint=reader.checkpoint_id,
         rank=rank,
         tensors=sum(bool(tensor.parts) for tensor in plan.tensors),
-        objects=len(plan.objects),
+        objects=len(plan.objects) + len(plan.read),
         bytes_wanted=plan.bytes_wanted,
         bytes_read=stats.bytes_read,
         bytes_direct=stats.bytes_direct,
@@ -165,6 +174,8 @@ def make_report(plan: ReadPlan, reader: ReshardStorageReader, *, rank: int) -> L
         repaired=tuple(tensor.fqn for tensor in plan.tensors if tensor.stored.repaired),
         missing=plan.missing,
         unexpected=plan.unexpected,
+        renamed=plan.renamed,
+        hyper_parameters=plan.hyper_parameters,
         seconds=dict(stats.seconds),
     )
 

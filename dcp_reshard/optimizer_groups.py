@@ -10,7 +10,7 @@ Reads and changes nothing: `plan_groups` says what would be set, and what there 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,9 @@ class GroupPlan:
 
     changes: tuple[HyperParameter, ...]
     """What there is to report."""
+
+    source: int | None = None
+    """Number of the saved group whose values these are."""
 
 
 def plan_groups(
@@ -84,10 +87,10 @@ def plan_groups(
             chosen.append(_agreeing(number, sources[number], saved))
         else:
             chosen.append(_only(number, sources, saved, mapping))
-            if chosen[-1] is None and not group.params:
-                chosen[-1] = _empty_twin(number, len(live), saved)
+            if chosen[-1] is None:
+                chosen[-1] = _twin(number, group, len(live), saved)
     values = [group.values for group in saved.groups]
-    return [
+    plans = [
         _plan_group(
             number,
             group,
@@ -97,6 +100,7 @@ def plan_groups(
         )
         for number, (group, own, choice) in enumerate(zip(live, sources, chosen, strict=True))
     ]
+    return [replace(plan, source=choice) for plan, choice in zip(plans, chosen, strict=True)]
 
 
 def check_needed_state(
@@ -216,11 +220,24 @@ def _only(
     return own[0] if own else None
 
 
-def _empty_twin(number: int, num_live: int, saved: SavedGroups) -> int | None:
-    """A group without parameters can only be known by its position."""
-    if num_live == len(saved.groups) and not saved.groups[number].params:
-        return number
-    return None
+def _twin(number: int, group: LiveGroup, num_live: int, saved: SavedGroups) -> int | None:
+    """A group without parameters, or with such that no list has, is known by its position only.
+
+    Under pipeline parallelism every stage has an optimizer of its own, and `dcp.save` keeps the
+    lists of one of them, with the state of all.
+    """
+    alike = num_live == len(saved.groups)
+    if not group.params:
+        return number if alike and not saved.groups[number].params else None
+    unlisted = [name for name in group.params if name is not None]
+    if unlisted and not alike:
+        raise OptimizerStateError(
+            f"no group of the checkpoint lists the parameters of parameter group {number} "
+            f"(`{unlisted[0]}`), and it has {len(saved.groups)} groups, not {num_live}; say with "
+            f"`groups` which one is meant",
+            fqn=unlisted[0],
+        )
+    return number if unlisted else None
 
 
 def _differing(one: SavedGroup, other: SavedGroup) -> str:

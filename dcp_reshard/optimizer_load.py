@@ -44,7 +44,7 @@ from dcp_reshard.planner import ReshardLoadPlanner
 from dcp_reshard.progress import progress_bar
 from dcp_reshard.reader import ReshardStorageReader
 from dcp_reshard.report import LoadReport, OptimizerReport
-from dcp_reshard.saved_groups import SavedGroups, make_saved_groups
+from dcp_reshard.saved_groups import SavedGroups, group_memory, make_saved_groups
 from dcp_reshard.torch_metadata import catalog_of
 
 __all__ = ["load_optimizer"]
@@ -216,12 +216,7 @@ class _OptimizerLoad:
     def _read_groups(
         self, stored: StoredOptimizer, catalog: Catalog, metadata: Metadata
     ) -> SavedGroups:
-        values: dict[str, Any] = {}
-        for key in stored.groups:
-            tensor = catalog.tensors.get(key.key)
-            values[key.key] = (
-                torch.empty(tensor.shape, dtype=tensor.dtype) if tensor is not None else None
-            )
+        values = group_memory(stored, catalog)
         planner = ReshardLoadPlanner(allowed_classes=self.allowed_classes, flatten_state_dict=False)
         read_now(values, storage_reader=self.reader, planner=planner, metadata=metadata)
         self.group_values = len(values)

@@ -143,11 +143,13 @@ def _raise_ambiguous(short: str, stored: Iterable[str], wanted: Iterable[str]) -
     )
 
 
-def describe_nearest(wanted: Collection[str], stored: Collection[str]) -> str:
+def describe_nearest(
+    wanted: Collection[str], stored: Collection[str], *, here: str = "in the model"
+) -> str:
     """The first names of both sides, each with the nearest of the other side, for an error."""
     sides = []
     for title, names, others in (
-        ("in the model", wanted, stored),
+        (here, wanted, stored),
         ("in the checkpoint", stored, wanted),
     ):
         first = [f"`{name}`{_nearest(name, others)}" for name in list(names)[:3]]

@@ -15,7 +15,7 @@ Decides nothing about files or requests: that is the reader's.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +30,7 @@ from dcp_reshard.errors import (
     PlanError,
     ShapeMismatchError,
 )
+from dcp_reshard.report import HyperParameter
 
 __all__ = [
     "Cast",
@@ -73,7 +74,16 @@ class PlanOptions:
 
     rename: Rename | None = None
     """Gives the key in the checkpoint for a key of the state dict: a mapping (other keys keep their
-    name) or a function."""
+    name) or a function. Parts of names that wrappers add need no renaming."""
+
+    groups: Mapping[str, int | str | None] | None = None
+    """Hyper-parameters of a parameter group of the state dict (by its key, such as
+    ``"optimizer.param_groups.0"``) are those of a saved group (by number), or of the saved group of
+    a parameter (by its name in the checkpoint), or the ones it has (None). For groups not named
+    here they follow from the parameters."""
+
+    keep_hyper_parameters: Collection[str] = ()
+    """Names of hyper-parameters of parameter groups that keep their value, such as ``lr``."""
 
     def __post_init__(self) -> None:
         """Check the choices."""
@@ -171,6 +181,15 @@ class ReadPlan:
     casts: tuple[Cast, ...]
     """Casts that the dtype policy allowed."""
 
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Key in the state dict and in the checkpoint, where they differ by what wrappers add."""
+
+    hyper_parameters: tuple[HyperParameter, ...] = ()
+    """What the parameter groups got that they did not have, and what they did not get."""
+
+    read: tuple[str, ...] = ()
+    """Keys of the checkpoint that were read to make the plan."""
+
     @property
     def bytes_wanted(self) -> int:
         """Bytes of all destination boxes, in the stored dtype."""
@@ -187,6 +206,7 @@ def plan_reads(
     *,
     objects: Iterable[str] = (),
     options: PlanOptions | None = None,
+    read: Collection[str] = (),
 ) -> ReadPlan:
     """Plan the reads of one rank.
 
@@ -195,6 +215,7 @@ def plan_reads(
         wants: What the rank wants of each tensor, by key of its state dict.
         objects: Keys of its values that are not tensors.
         options: How to treat what does not match.
+        read: Keys of the checkpoint that have been read already.
 
     Raises:
         MissingTensorError: Keys are missing, and `on_missing` is ``"error"``; all are named.
@@ -210,7 +231,7 @@ def plan_reads(
     missing = tuple(fqn for fqn, key in keys.items() if key not in catalog)
     if missing and options.on_missing == "error":
         raise _missing_error(missing, keys, catalog)
-    used = set(keys.values())
+    used = {*keys.values(), *read}
     unexpected = tuple(key for key in catalog.keys if key not in used)
     if unexpected and options.on_unexpected == "error":
         raise PlanError(
@@ -247,7 +268,9 @@ def plan_reads(
                 f"there",
                 fqn=fqn,
             )
-    return ReadPlan(tuple(tensors), wanted_objects, missing, unexpected, tuple(casts))
+    return ReadPlan(
+        tuple(tensors), wanted_objects, missing, unexpected, tuple(casts), read=tuple(read)
+    )
 
 
 def _plan_parts(fqn: str, stored: StoredTensor, want: Want) -> Iterable[ReadPart]:

@@ -12,12 +12,14 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_reshard._torch import (
     DTensor,
@@ -30,6 +32,7 @@ from dcp_reshard._torch import (
 )
 from dcp_reshard.box import Box
 from dcp_reshard.catalog import Catalog
+from dcp_reshard.deferred import read_now
 from dcp_reshard.errors import CheckpointFormatError, LayoutError, PlanError
 from dcp_reshard.garbage import paused_gc
 from dcp_reshard.layout import LocalShard, TensorLayout, collect_layout
@@ -38,7 +41,15 @@ from dcp_reshard.plan import PlanOptions, ReadPlan, Want, plan_reads
 from dcp_reshard.portable import portable
 from dcp_reshard.rank_values import AskedFor, collect_asked_for, warn_of_shared_values
 from dcp_reshard.read_items import make_read_items
-from dcp_reshard.torch_metadata import catalog_of
+from dcp_reshard.stored_keys import check_restored, match_wrapped
+from dcp_reshard.template_groups import (
+    Template,
+    TemplatePlan,
+    check_group_options,
+    find_templates,
+    plan_template,
+)
+from dcp_reshard.torch_metadata import catalog_of, reader_of
 from dcp_reshard.values import (
     check_object,
     fill_with_number,
@@ -97,6 +108,11 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         self._layouts: dict[str, TensorLayout] = {}
         self._from_numbers: dict[str, TensorLayout] = {}
         self._to_numbers: dict[str, TensorLayout] = {}
+        self._keys: dict[str, str] = {}
+        self._renamed: dict[str, str] = {}
+        self._reader: StorageReader | None = None
+        self._templates: list[Template] = []
+        self._template_plans: list[TemplatePlan] = []
 
     @portable
     def set_up_planner(
@@ -117,11 +133,15 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         self.is_coordinator = is_coordinator
         self.plan = None
         self._catalog = catalog_of(metadata)
+        self._reader = reader_of(metadata)
         if self.flatten_state_dict:
             self.state_dict, self.mappings = self._flatten(state_dict, self._catalog)
         else:
             self.state_dict = dict(state_dict)
             self.mappings = {key: (key,) for key in state_dict}
+        keys = {fqn: self.options.stored_key(fqn) for fqn in self.state_dict}
+        self._renamed = match_wrapped(keys, self._catalog)
+        self._keys = keys | self._renamed
 
     @portable
     @paused_gc()
@@ -133,6 +153,7 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             PlanError: The checkpoint and the state dict do not fit.
             ChunkCoverageError: The checkpoint does not hold all of a tensor.
         """
+        unknown = self._plan_templates()
         layouts = collect_layout(self.state_dict)
         self._from_numbers = {
             fqn: layout for fqn, layout in layouts.items() if self._is_stored_as_number(layout)
@@ -148,7 +169,26 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         for fqn in objects:
             if fqn not in layouts:
                 check_object(fqn, self.state_dict[fqn])
-        plan = plan_reads(self._catalog, wants, objects=objects, options=self.options)
+        if self.options.on_missing == "keep":
+            check_restored(self.mappings, self._keys, list(wants), self._catalog)
+        plan = plan_reads(
+            self._catalog,
+            wants,
+            objects=objects,
+            options=replace(self.options, rename=self._keys),
+            read=[key for template in self._template_plans for key in template.read],
+        )
+        plan = replace(
+            plan,
+            missing=(*plan.missing, *unknown),
+            renamed=tuple(self._renamed.items()),
+            hyper_parameters=tuple(
+                change
+                for template in self._template_plans
+                for group in template.plans
+                for change in group.changes
+            ),
+        )
         planned = {tensor.fqn for tensor in plan.tensors}
         self._layouts = {fqn: layout for fqn, layout in layouts.items() if fqn in planned}
         self._materialise_meta_tensors()
@@ -168,6 +208,13 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         return global_plan
 
     @portable
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Set what is known already: the hyper-parameters of parameter groups."""
+        for template in self._template_plans:
+            template.commit(lossy=self.options.dtype_policy == "cast")
+        return central_plan
+
+    @portable
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Set a value that is not a tensor, read as data only.
 
@@ -177,6 +224,9 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         """
         fqn = read_item.dest_index.fqn
         loaded = self._load_object(fqn, value)
+        for template in self._templates:
+            if template.has(self.mappings[fqn], "param_groups"):
+                template.check_list(self.mappings[fqn], loaded)
         layout = self._from_numbers.get(fqn)
         if layout is None:
             self._set(fqn, merge_object(fqn, self.state_dict[fqn], loaded))
@@ -245,8 +295,49 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             return old_values, old_paths
         return values, paths
 
+    def _plan_templates(self) -> list[str]:
+        """Plan the parameter groups of optimizers, and take them out of what is left to load.
+
+        Returns:
+            Keys of groups that the checkpoint does not know.
+        """
+        templates = find_templates(self.original_state_dict) if self.flatten_state_dict else []
+        check_group_options(self.options, templates)
+        self._templates, self._template_plans = templates, []
+        unknown: list[str] = []
+        for template in templates if self._reader is not None else ():
+            plan = plan_template(
+                template,
+                self.mappings,
+                self._keys,
+                self._catalog,
+                options=self.options,
+                read=self._read,
+            )
+            if plan is None:
+                continue
+            self._template_plans.append(plan)
+            for fqn, path in self.mappings.items():
+                if template.has(path, "param_groups"):
+                    if len(path) > len(template.path) + 1 and path[-2] in plan.unknown:
+                        unknown.append(fqn)
+                    del self.state_dict[fqn], self._keys[fqn]
+                    self._renamed.pop(fqn, None)
+        return unknown
+
+    def _read(self, values: dict[str, Any]) -> None:
+        """Fill values of the checkpoint, by key, on this rank alone."""
+        assert self._reader is not None
+        assert self.metadata is not None
+        planner = ReshardLoadPlanner(
+            allowed_classes=self.allowed_classes,
+            allow_unsafe_pickle=self.allow_unsafe_pickle,
+            flatten_state_dict=False,
+        )
+        read_now(values, storage_reader=self._reader, planner=planner, metadata=self.metadata)
+
     def _is_stored_as_number(self, layout: TensorLayout) -> bool:
-        stored = self.options.stored_key(layout.fqn) in self._catalog.objects
+        stored = self._keys[layout.fqn] in self._catalog.objects
         return stored and math.prod(layout.shape) == 1
 
     def _layouts_of_numbers(self) -> dict[str, TensorLayout]:
@@ -255,7 +346,7 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         for fqn, value in self.state_dict.items():
             if not is_number(value):
                 continue
-            stored = self._catalog.tensors.get(self.options.stored_key(fqn))
+            stored = self._catalog.tensors.get(self._keys[fqn])
             if stored is not None and math.prod(stored.shape) == 1:
                 shard = LocalShard(
                     Box.full(stored.shape), torch.empty(stored.shape, dtype=stored.dtype)

@@ -154,7 +154,7 @@ class ReshardStorageReader(StorageReader):
             return broken_metadata(to_portable(error))
         self.stats.seconds["metadata"] = time.perf_counter() - started
         meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
-        return to_torch_metadata(catalog, storage_meta=meta)
+        return to_torch_metadata(catalog, storage_meta=meta, reader=self)
 
     def _open(self) -> CountingSource:
         self._retrying = RetryingSource(self._checkpoint.open(), self.options.retry)

@@ -106,6 +106,10 @@ class HyperParameter:
     instead_of: str
     """What it is not any more, or what was saved."""
 
+    def __str__(self) -> str:
+        """In a line."""
+        return f"group {self.group} `{self.name}` {self.what}: {self.value}, not {self.instead_of}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerReport:
@@ -138,10 +142,6 @@ class OptimizerReport:
 
     def rows(self) -> list[tuple[str, list[str]]]:
         """What is out of the ordinary, by label."""
-        hyper = [
-            f"group {h.group} `{h.name}` {h.what}: {h.value}, not {h.instead_of}"
-            for h in self.hyper_parameters
-        ]
         return [
             ("state restored", list(self.restored)),
             ("without state", list(self.without_state)),
@@ -149,7 +149,7 @@ class OptimizerReport:
             ("extra parameters", list(self.extra)),
             ("frozen", list(self.frozen)),
             ("renamed", [f"{name} (was {stored})" for name, stored in self.renamed]),
-            ("hyper-parameters", hyper),
+            ("hyper-parameters", list(map(str, self.hyper_parameters))),
         ]
 
 
@@ -220,6 +220,12 @@ class LoadReport:
     repaired: tuple[str, ...] = ()
     """Keys of tensors that lie elsewhere in their chunks than the metadata say."""
 
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Key in the state dict and in the checkpoint, where they differ by what wrappers add."""
+
+    hyper_parameters: tuple[HyperParameter, ...] = ()
+    """What the parameter groups of templates got that they did not have, and what they did not."""
+
     optimizer: OptimizerReport | None = None
     """What became of each parameter, if the state of an optimizer was loaded by name."""
 
@@ -268,12 +274,15 @@ class LoadReport:
                 )
             )
         casts = [f"{fqn} ({stored} to {wanted})" for fqn, stored, wanted in self.casts]
+        renamed = [f"{fqn} (was {stored})" for fqn, stored in self.renamed]
         rows += [("note", note) for note in self.notes]
         for label, names in (
             ("cast", casts),
             ("repaired", self.repaired),
             ("missing", self.missing),
             ("unexpected", self.unexpected),
+            ("renamed", renamed),
+            ("hyper-parameters", list(map(str, self.hyper_parameters))),
             ("read whole", self.chunks_read_whole),
             *(self.optimizer.rows() if self.optimizer is not None else ()),
         ):

@@ -10,11 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from dcp_reshard._torch import set_element
+from dcp_reshard.catalog import Catalog
 from dcp_reshard.errors import OptimizerStateError
 from dcp_reshard.optimizer_keys import StoredOptimizer
 
-__all__ = ["NOT_HYPER_PARAMETERS", "SavedGroup", "SavedGroups", "make_saved_groups"]
+__all__ = [
+    "NOT_HYPER_PARAMETERS",
+    "SavedGroup",
+    "SavedGroups",
+    "group_memory",
+    "make_saved_groups",
+]
 
 NOT_HYPER_PARAMETERS = frozenset({"params", "param_names"})
 
@@ -53,6 +62,15 @@ class SavedGroups:
     def params(self) -> list[str]:
         """Names of all parameters."""
         return [name for group in self.groups for name in group.params]
+
+
+def group_memory(stored: StoredOptimizer, catalog: Catalog) -> dict[str, Any]:
+    """What to load the group keys into: memory for tensors, None for other values."""
+    tensors = {key.key: catalog.tensors.get(key.key) for key in stored.groups}
+    return {
+        key: torch.empty(tensor.shape, dtype=tensor.dtype) if tensor is not None else None
+        for key, tensor in tensors.items()
+    }
 
 
 def make_saved_groups(stored: StoredOptimizer, values: Mapping[str, Any]) -> SavedGroups:

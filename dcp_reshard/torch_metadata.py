@@ -24,23 +24,41 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_reshard._torch import storage_info
 from dcp_reshard.box import Box, BoxArray
 from dcp_reshard.catalog import Catalog, StoredObject, StoredTensor
 
-__all__ = ["broken_metadata", "catalog_of", "to_torch_metadata"]
+__all__ = ["broken_metadata", "catalog_of", "reader_of", "to_torch_metadata"]
 
 
-def to_torch_metadata(catalog: Catalog, *, storage_meta: StorageMeta | None = None) -> Metadata:
-    """The catalog as torch's `Metadata`; entries are made when they are asked for."""
+def to_torch_metadata(
+    catalog: Catalog,
+    *,
+    storage_meta: StorageMeta | None = None,
+    reader: StorageReader | None = None,
+) -> Metadata:
+    """The catalog as torch's `Metadata`; entries are made when they are asked for.
+
+    Args:
+        catalog: What the checkpoint holds.
+        storage_meta: What torch wants to know of the storage.
+        reader: Reads values of the checkpoint for a planner that needs them to make its plan.
+    """
     return Metadata(
-        state_dict_metadata=cast("dict[str, STORAGE_TYPES]", _StateDictView(catalog)),
+        state_dict_metadata=cast("dict[str, STORAGE_TYPES]", _StateDictView(catalog, reader)),
         planner_data=dict(catalog.key_paths) or None,
         storage_data=_StorageView(catalog),
         storage_meta=storage_meta,
         version="1.0.0",
     )
+
+
+def reader_of(metadata: Metadata) -> StorageReader | None:
+    """The reader of a `Metadata`, if it can read while a load is planned."""
+    view: object = metadata.state_dict_metadata
+    return view.reader if isinstance(view, _StateDictView) else None
 
 
 def broken_metadata(error: BaseException) -> Metadata:
@@ -91,6 +109,7 @@ class _StateDictView(Mapping[str, Any]):
     """`Metadata.state_dict_metadata`, made on demand."""
 
     catalog: Catalog
+    reader: StorageReader | None = None
 
     def __getitem__(self, fqn: str) -> STORAGE_TYPES:
         if fqn in self.catalog.objects:

@@ -1,6 +1,6 @@
 """`load_optimizer` in one process: every optimizer, every form, and what becomes of groups.
 
-Tests of groups are rows 15 to 20 of the table in docs/optimizer.md.
+Tests of groups are rows 15 to 20 of the table in README.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parameters that come, go, freeze and thaw: rows 1 to 9 of the table in docs/optimizer.md.
+"""Parameters that come, go, freeze and thaw: rows 1 to 9 of the table in README.md.
 
 The rows are numbered there, and each test says which one it is. Where torch can be asked cheaply,
 the test also shows what the table says that torch does.

@@ -1,4 +1,4 @@
-"""The table in docs/optimizer.md and the tests that stand behind it."""
+"""The table in README.md and the tests that stand behind it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-TABLE = TESTS.parent / "docs" / "optimizer.md"
+TABLE = TESTS.parent / "README.md"
+PAGE = TESTS.parent / "docs" / "optimizer.md"
 
 
 def rows_of_tests() -> set[int]:
@@ -36,7 +37,7 @@ def test_every_row_is_a_test_and_every_test_a_row() -> None:
 
 def test_examples_compile() -> None:
     """Python in the page is Python."""
-    if not TABLE.exists():
+    if not PAGE.exists():
         pytest.skip("the documentation is not here")
-    for block in re.findall(r"^```python\n(.*?)^```", TABLE.read_text(), re.DOTALL | re.MULTILINE):
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE):
         compile(block, "optimizer.md", "exec")

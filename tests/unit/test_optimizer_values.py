@@ -1,4 +1,4 @@
-"""Wrappers, dtypes, options and numbers: rows 10 to 14 of the table in docs/optimizer.md."""
+"""Wrappers, dtypes, options and numbers: rows 10 to 14 of the table in README.md."""
 
 from __future__ import annotations
 

@@ -1,0 +1,103 @@
+"""Which key of the checkpoint is each key of the state dict, and is anything restored at all?
+
+A key is looked up as it is, or as `rename` says. If that is not there, the parts that wrappers add
+to names (``module``, ``_orig_mod``, ...) do not count, on either side, as long as one key is left.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+from dcp_reshard.catalog import Catalog, KeyPath
+from dcp_reshard.errors import MissingTensorError, PlanError
+from dcp_reshard.param_names import canonical_name, describe_nearest, shorten
+
+__all__ = ["check_restored", "match_wrapped"]
+
+_NUMBER = re.compile(r"\d+")
+
+
+def match_wrapped(keys: Mapping[str, str], catalog: Catalog) -> dict[str, str]:
+    """Keys that are in the checkpoint under another name, because of wrappers.
+
+    Args:
+        keys: Key in the checkpoint by key of the state dict, as far as it is known.
+        catalog: What the checkpoint holds.
+
+    Returns:
+        Key of the state dict, and what it is called in the checkpoint.
+
+    Raises:
+        PlanError: Without the parts that wrappers add, two keys of one side are the same.
+    """
+    missing = {fqn: key for fqn, key in keys.items() if key not in catalog}
+    if not missing:
+        return {}
+    used = set(keys.values())
+    free: dict[str, list[str]] = {}
+    for key in catalog.keys:
+        if key not in used:
+            free.setdefault(canonical_name(key), []).append(key)
+    found: dict[str, str] = {}
+    users: dict[str, list[str]] = {}
+    for fqn, key in missing.items():
+        short = canonical_name(key)
+        if short not in free:
+            continue
+        users.setdefault(short, []).append(fqn)
+        if len(free[short]) > 1 or len(users[short]) > 1:
+            raise PlanError(
+                f"key `{fqn}`: without the parts that wrappers add, that is the name of "
+                f"{shorten(free[short])} in the checkpoint and of {shorten(users[short])} in the "
+                f"state dict; say which is which with `rename`",
+                fqn=fqn,
+            )
+        found[fqn] = free[short][0]
+    return found
+
+
+def check_restored(
+    paths: Mapping[str, KeyPath],
+    keys: Mapping[str, str],
+    tensors: Collection[str],
+    catalog: Catalog,
+) -> None:
+    """Check that a load that may leave keys out does not leave out all of them.
+
+    A dict of the state dict of which no tensor is in the checkpoint, although the checkpoint has
+    other tensors in that dict, was renamed. A dict that the checkpoint does not have is missing,
+    and so is one whose keys differ by numbers only: those of ranks or experts that were not there.
+
+    Args:
+        paths: Path of each key of the state dict.
+        keys: Key in the checkpoint of each.
+        tensors: Keys whose values are tensors.
+        catalog: What the checkpoint holds.
+
+    Raises:
+        MissingTensorError: Nothing would be restored, or nothing of such a dict.
+    """
+    if keys and not any(key in catalog for key in keys.values()):
+        raise _nothing("", keys, catalog.keys)
+    dicts: dict[str, list[str]] = {}
+    for fqn in tensors:
+        path = paths[fqn]
+        # A parameter of an optimizer may be without some of its state, or all of it.
+        end = path.index("state") + 1 if "state" in path[:-1] else len(path) - 1
+        for i in range(1, end + 1):
+            dicts.setdefault(".".join(map(str, path[:i])), []).append(fqn)
+    for name, own in dicts.items():
+        if any(keys[fqn] in catalog for fqn in own):
+            continue
+        there = [key for key in catalog.tensors if key.startswith(f"{name}.")]
+        numbered = {_NUMBER.sub("#", key) for key in there}
+        if there and not any(_NUMBER.sub("#", keys[fqn]) in numbered for fqn in own):
+            raise _nothing(f" of `{name}`", {fqn: keys[fqn] for fqn in own}, there)
+
+
+def _nothing(what: str, keys: Mapping[str, str], stored: Collection[str]) -> MissingTensorError:
+    nearest = describe_nearest(list(keys.values()), stored, here="in the state dict")
+    return MissingTensorError(
+        f"nothing to restore: no key{what} is in the checkpoint; {nearest}", fqn=next(iter(keys))
+    )
