@@ -149,7 +149,15 @@ class BoxArray:
         return self.offsets + self.sizes
 
     def intersect(self, box: Box) -> tuple[IntMatrix, BoxArray]:
-        """The non-empty overlaps with `box`: indices of the boxes concerned, and the overlaps."""
+        """The non-empty overlaps with `box`: indices of the boxes concerned, and the overlaps.
+
+        Raises:
+            ValueError: The boxes differ in the number of dims.
+        """
+        if len(box.offsets) != self.offsets.shape[1]:
+            raise ValueError(
+                f"boxes of {self.offsets.shape[1]} dims, and one of {len(box.offsets)}"
+            )
         starts = np.maximum(self.offsets, np.array(box.offsets, dtype=np.int64))
         sizes = np.minimum(self.ends, np.array(box.ends, dtype=np.int64)) - starts
         (index,) = np.nonzero((sizes > 0).all(axis=1))

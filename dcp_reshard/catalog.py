@@ -90,6 +90,8 @@ class StoredTensor:
             and tuple(self.chunks.offsets[hint].tolist()) == offsets
         ):
             return hint
+        if len(offsets) != self.chunks.offsets.shape[1]:
+            return None
         (found,) = np.nonzero(
             (self.chunks.offsets == np.array(offsets, dtype=np.int64)).all(axis=1)
         )

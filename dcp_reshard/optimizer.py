@@ -30,6 +30,7 @@ from dcp_reshard._torch import flatten_state_dict, load_state_dict, set_element
 from dcp_reshard.catalog import Catalog, KeyPath
 from dcp_reshard.deferred import DeferredPlanner, read_now
 from dcp_reshard.errors import OptimizerStateError
+from dcp_reshard.nearest_names import describe_nearest, shorten
 from dcp_reshard.optimizer_keys import (
     StateKey,
     StoredOptimizer,
@@ -40,7 +41,7 @@ from dcp_reshard.optimizer_keys import (
 from dcp_reshard.optimizer_memory import check_shapes, make_memory
 from dcp_reshard.optimizer_options import OptimizerOptions
 from dcp_reshard.outcome import own_errors
-from dcp_reshard.param_names import canonical_name, describe_nearest, match_names, shorten
+from dcp_reshard.param_names import canonical_name, match_names
 from dcp_reshard.plan import PlanOptions
 from dcp_reshard.planner import ReshardLoadPlanner
 from dcp_reshard.report import OptimizerReport

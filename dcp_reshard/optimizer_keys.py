@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from dcp_reshard.catalog import Catalog, KeyPath
 from dcp_reshard.errors import OptimizerStateError
-from dcp_reshard.param_names import shorten
+from dcp_reshard.nearest_names import shorten
 
 __all__ = [
     "GroupKey",

@@ -30,6 +30,7 @@ from dcp_reshard.api import make_report
 from dcp_reshard.catalog import Catalog, CatalogSource
 from dcp_reshard.deferred import DeferredPlanner, read_now
 from dcp_reshard.errors import OptimizerStateError
+from dcp_reshard.nearest_names import shorten
 from dcp_reshard.optimizer_groups import GroupPlan, LiveGroup, check_needed_state, plan_groups
 from dcp_reshard.optimizer_keys import StateKey, StoredOptimizer, find_stored_optimizer
 from dcp_reshard.optimizer_match import match_params
@@ -38,7 +39,6 @@ from dcp_reshard.optimizer_params import LiveParam, Original, collect_live_param
 from dcp_reshard.optimizer_state import StatePlan
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.outcome import own_errors
-from dcp_reshard.param_names import shorten
 from dcp_reshard.plan import PlanOptions
 from dcp_reshard.planner import ReshardLoadPlanner
 from dcp_reshard.progress import progress_bar

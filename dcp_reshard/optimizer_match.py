@@ -10,9 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from dcp_reshard.errors import OptimizerStateError
+from dcp_reshard.nearest_names import describe_nearest, shorten
 from dcp_reshard.optimizer_options import OptimizerOptions
 from dcp_reshard.optimizer_params import LiveParam, Original
-from dcp_reshard.param_names import canonical_name, describe_nearest, match_names, shorten
+from dcp_reshard.param_names import canonical_name, match_names
 from dcp_reshard.saved_groups import SavedGroups
 
 __all__ = ["ParamMatch", "match_params"]

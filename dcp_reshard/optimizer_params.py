@@ -19,7 +19,8 @@ from dcp_reshard.box import Box
 from dcp_reshard.errors import OptimizerStateError
 from dcp_reshard.flat_range import flat_range_boxes
 from dcp_reshard.layout import LocalShard, TensorLayout
-from dcp_reshard.param_names import canonical_name, shorten
+from dcp_reshard.nearest_names import shorten
+from dcp_reshard.param_names import canonical_name
 
 __all__ = ["LiveParam", "Original", "collect_live_params", "slice_layout"]
 

@@ -17,6 +17,7 @@ import torch
 from dcp_reshard._torch import set_element
 from dcp_reshard.catalog import Catalog, KeyPath, StoredTensor
 from dcp_reshard.errors import OptimizerStateError
+from dcp_reshard.nearest_names import shorten
 from dcp_reshard.optimizer_groups import same_value
 from dcp_reshard.optimizer_keys import StateKey
 from dcp_reshard.optimizer_memory import (
@@ -29,7 +30,6 @@ from dcp_reshard.optimizer_memory import (
 )
 from dcp_reshard.optimizer_options import OptimizerOptions
 from dcp_reshard.optimizer_params import LiveParam, Original, slice_layout
-from dcp_reshard.param_names import shorten
 
 __all__ = ["StatePlan"]
 

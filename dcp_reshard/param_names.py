@@ -12,17 +12,16 @@ An exact name goes first, because a model may well have a submodule that is call
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dcp_reshard.errors import OptimizerStateError
+from dcp_reshard.nearest_names import hint_at_nearest, shorten
 from dcp_reshard.plan import Rename
 
-__all__ = ["NameMatch", "canonical_name", "describe_nearest", "match_names", "shorten"]
+__all__ = ["NameMatch", "canonical_name", "match_names"]
 
 _WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,7 @@ def _find_renamed(
         # A function may well give a name for a new parameter too; a mapping names it on purpose.
         raise OptimizerStateError(
             f"parameter `{name}`: `rename` says that it is `{new}` in the checkpoint, where there "
-            f"is no such parameter{_nearest(new, known)}",
+            f"is no such parameter{hint_at_nearest(new, known)}",
             fqn=name,
         )
     return None
@@ -141,35 +140,3 @@ def _raise_ambiguous(short: str, stored: Iterable[str], wanted: Iterable[str]) -
         f"model; say which is which with `rename`",
         fqn=short,
     )
-
-
-def describe_nearest(
-    wanted: Collection[str], stored: Collection[str], *, here: str = "in the model"
-) -> str:
-    """The first names of both sides, each with the nearest of the other side, for an error."""
-    sides = []
-    for title, names, others in (
-        (here, wanted, stored),
-        ("in the checkpoint", stored, wanted),
-    ):
-        first = [f"`{name}`{_nearest(name, others)}" for name in list(names)[:3]]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        sides.append(f"{title}: {', '.join(first)}{more}" if first else f"{title}: none")
-    return "; ".join(sides)
-
-
-def _nearest(name: str, others: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(others), n=3, cutoff=0.5)
-    return f" (nearest: {shorten(near)})" if near else ""
-
-
-def shorten(names: Iterable[str]) -> str:
-    """The first names of many, in backticks.
-
-    Example:
-        >>> shorten(["a", "b"])
-        '`a`, `b`'
-    """
-    names = list(names)
-    shown = ", ".join(f"`{name}`" for name in names[:_SHOWN])
-    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

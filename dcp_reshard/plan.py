@@ -14,7 +14,6 @@ Decides nothing about files or requests: that is the reader's.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -30,6 +29,7 @@ from dcp_reshard.errors import (
     PlanError,
     ShapeMismatchError,
 )
+from dcp_reshard.nearest_names import find_nearest, shorten
 from dcp_reshard.report import HyperParameter
 
 __all__ = [
@@ -46,8 +46,6 @@ __all__ = [
 
 DtypePolicy = Literal["exact", "widen", "cast"]
 Rename = Mapping[str, str] | Callable[[str], str]
-
-_SHOWN_KEYS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +234,7 @@ def plan_reads(
     if unexpected and options.on_unexpected == "error":
         raise PlanError(
             f"{len(unexpected)} keys of the checkpoint are not in the state dict: "
-            f"{_names(unexpected)}"
+            f"{shorten(unexpected)}"
         )
     tensors: list[TensorPlan] = []
     casts: list[Cast] = []
@@ -315,18 +313,12 @@ def _allows(policy: DtypePolicy, stored: torch.dtype, wanted: torch.dtype) -> bo
 def _missing_error(
     missing: tuple[str, ...], keys: Mapping[str, str], catalog: Catalog
 ) -> MissingTensorError:
-    nearest = {fqn: difflib.get_close_matches(keys[fqn], catalog.keys, n=3) for fqn in missing[:3]}
+    nearest = {fqn: find_nearest(keys[fqn], catalog.keys) for fqn in missing[:3]}
     hints = "; ".join(
-        f"nearest to `{fqn}`: {_names(near)}" for fqn, near in nearest.items() if near
+        f"nearest to `{fqn}`: {shorten(near)}" for fqn, near in nearest.items() if near
     )
     return MissingTensorError(
-        f"{len(missing)} keys of the state dict are not in the checkpoint: {_names(missing)}"
+        f"{len(missing)} keys of the state dict are not in the checkpoint: {shorten(missing)}"
         + (f" ({hints})" if hints else ""),
         fqn=missing[0],
     )
-
-
-def _names(names: Iterable[str]) -> str:
-    names = list(names)
-    shown = ", ".join(f"`{name}`" for name in names[:_SHOWN_KEYS])
-    return shown + (f" and {len(names) - _SHOWN_KEYS} more" if len(names) > _SHOWN_KEYS else "")

@@ -311,7 +311,7 @@ def format_bytes(count: int) -> str:
     """A number of bytes for a person to read."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
+        if round(size, 1) < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"

@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping
 
 from dcp_reshard.catalog import Catalog, KeyPath
 from dcp_reshard.errors import MissingTensorError, PlanError
-from dcp_reshard.param_names import canonical_name, describe_nearest, shorten
+from dcp_reshard.nearest_names import describe_nearest, shorten
+from dcp_reshard.param_names import canonical_name
 
 __all__ = ["check_restored", "match_wrapped"]
 

@@ -21,9 +21,10 @@ import torch
 from dcp_reshard.catalog import Catalog, KeyPath
 from dcp_reshard.copying import copy_elements
 from dcp_reshard.errors import MissingTensorError, OptimizerStateError, PlanError
+from dcp_reshard.nearest_names import describe_nearest, shorten
 from dcp_reshard.optimizer_groups import GroupPlan, LiveGroup, plan_groups
 from dcp_reshard.optimizer_keys import StoredOptimizer, find_stored_optimizer
-from dcp_reshard.param_names import canonical_name, describe_nearest, match_names, shorten
+from dcp_reshard.param_names import canonical_name, match_names
 from dcp_reshard.plan import PlanOptions
 from dcp_reshard.saved_groups import SavedGroups, group_memory, make_saved_groups
 from dcp_reshard.values import fill_with_number, is_number, to_number

@@ -118,5 +118,6 @@ def check_same(
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1, 1)
-    return flat.view(torch.uint8)
+    # A tensor of one element counts as contiguous whatever its strides, and cannot be viewed then.
+    flat = tensor.cpu().resolve_conj().resolve_neg().reshape(-1)
+    return torch.empty(len(flat), 1, dtype=flat.dtype).copy_(flat[:, None]).view(torch.uint8)

@@ -235,3 +235,10 @@ def test_find_defect_where_every_row_is_cut_at_places_of_its_own() -> None:
     found = find_defect(BoxArray.from_boxes(tiles, ndim=3), within)
     assert found is not None
     assert lost.contains(found.box)
+
+
+def test_boxes_of_other_dims_do_not_intersect_boxes() -> None:
+    """A matrix of boxes refuses a box of another number of dims, as a box does."""
+    boxes = BoxArray.from_boxes([Box((0, 0), (2, 2))], ndim=2)
+    with pytest.raises(ValueError, match="boxes of 2 dims, and one of 1"):
+        boxes.intersect(Box((0,), (2,)))

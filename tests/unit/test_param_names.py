@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_reshard import OptimizerStateError
-from dcp_reshard.param_names import describe_nearest, match_names
+from dcp_reshard.nearest_names import describe_nearest, find_nearest
+from dcp_reshard.param_names import match_names
 
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 NAMES = ["layers.0.weight", "layers.0.bias", "layers.1.weight", "head.weight"]
@@ -101,3 +102,11 @@ def test_nearest_names_are_listed_on_both_sides() -> None:
     assert "in the model: `layers.0.w` (nearest: `blocks.0.w`)" in text
     assert "and 1 more" in text
     assert "in the checkpoint: `blocks.0.w` (nearest: `layers.0.w`)" in text
+
+
+def test_the_nearest_of_very_many_names_is_found_among_those_in_its_place() -> None:
+    """Of 100,000 names, those that share the module or the last word are compared."""
+    names = [f"layers.{i}.weight" for i in range(50_000)] + [f"bias.{i}" for i in range(50_000)]
+    assert "layers.77.weight" in find_nearest("layers.77.weight_", names)
+    assert find_nearest("layers.1.weight", names)[0] == "layers.1.weight"
+    assert find_nearest("nothing.like.it", names) == []

@@ -137,6 +137,7 @@ def test_amplification_of_a_load_that_wants_nothing() -> None:
         (1024, "1.0 KiB"),
         (1536, "1.5 KiB"),
         (5 << 20, "5.0 MiB"),
+        ((1 << 20) - 1, "1.0 MiB"),
         (3 << 29, "1.5 GiB"),
         (1 << 40, "1.0 TiB"),
         (5 << 50, "5120.0 TiB"),
