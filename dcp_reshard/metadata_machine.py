@@ -19,7 +19,8 @@ from types import FunctionType
 
 from dcp_reshard.errors import CheckpointFormatError, UnsafeCheckpointError
 from dcp_reshard.metadata_entries import Entry, IndexEntry, PropertiesEntry
-from dcp_reshard.record_forms import FORMS, Form, Tape
+from dcp_reshard.record_forms import FORMS, Form, RecordMachine
+from dcp_reshard.stack_machine import DATA_STEPS, push
 
 __all__ = ["run_metadata"]
 
@@ -54,8 +55,8 @@ def run_metadata(data: bytes, find_class: FindClass, *, steps: bool = True) -> o
         return _Machine(data, find_class, steps=False).run()
 
 
-class _Machine(Tape):
-    """The machine: its tape, and the forms that it knows by now."""
+class _Machine(RecordMachine):
+    """The machine, and the forms that it knows by now."""
 
     __slots__ = ("find_class", "forms", "unknown")
 
@@ -104,15 +105,6 @@ class _Machine(Tape):
             start=self.position - 1,
         )
 
-    def take(self, count: int) -> bytes:
-        start, self.position = self.position, self.position + count
-        if self.position > len(self.data):
-            raise IndexError
-        return self.data[start : self.position]
-
-    def number(self, width: int) -> int:
-        return int.from_bytes(self.take(width), "little")
-
     def long(self) -> int:
         width = self.number(1)
         if width > _MAX_INT_BYTES:
@@ -121,17 +113,6 @@ class _Machine(Tape):
 
     def text(self) -> str:
         return self.take(self.number(4)).decode("utf-8", "surrogatepass")
-
-    def above_mark(self) -> list[object]:
-        items, self.stack = self.stack, self.below.pop()
-        return items
-
-    def top(self, count: int) -> list[object]:
-        if count > len(self.stack):
-            raise IndexError
-        items = self.stack[-count:]
-        del self.stack[-count:]
-        return items
 
 
 def _short_text(machine: _Machine) -> None:
@@ -252,41 +233,19 @@ def _append_items(machine: _Machine, items: Sequence[object]) -> None:
 _Step = Callable[[_Machine], None]
 
 
-def _push(make: Callable[[_Machine], object]) -> _Step:
-    def step(machine: _Machine) -> None:
-        value = make(machine)
-        machine.stack.append(value)
-
-    return step
-
-
 _STOP = ord(".")
 _STEPS: dict[int, _Step] = {
+    **DATA_STEPS,
     ord("h"): lambda m: _recall(m, 1),
     ord("j"): lambda m: _recall(m, 4),
     0x94: lambda m: _memoize(m, m.memoized),
     ord("q"): lambda m: _memoize(m, m.number(1)),
     ord("r"): lambda m: _memoize(m, m.number(4)),
-    ord("("): _Machine.mark,
-    ord("K"): _push(lambda m: m.number(1)),
-    ord("M"): _push(lambda m: m.number(2)),
-    ord("J"): _push(lambda m: int.from_bytes(m.take(4), "little", signed=True)),
-    0x8A: _push(_Machine.long),
-    ord("G"): _push(lambda m: struct.unpack(">d", m.take(8))[0]),
-    ord("X"): _push(_Machine.text),
+    0x8A: push(_Machine.long),
+    ord("X"): push(_Machine.text),
     0x8C: _short_text,
-    ord("N"): _push(lambda _: None),
-    0x88: _push(lambda _: True),
-    0x89: _push(lambda _: False),
-    ord(")"): _push(lambda _: ()),
-    0x85: _push(lambda m: tuple(m.top(1))),
-    0x86: _push(lambda m: tuple(m.top(2))),
-    0x87: _push(lambda m: tuple(m.top(3))),
-    ord("t"): _push(lambda m: tuple(m.above_mark())),
-    ord("]"): _push(lambda _: []),
     ord("a"): lambda m: _append_items(m, m.top(1)),
     ord("e"): lambda m: _append_items(m, m.above_mark()),
-    ord("}"): _push(lambda _: {}),
     ord("s"): lambda m: _set_items(m, m.top(2)),
     ord("u"): lambda m: _set_items(m, m.above_mark()),
     ord("c"): _global,

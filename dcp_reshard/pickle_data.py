@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dcp_reshard.errors import CheckpointFormatError, UnsafeCheckpointError
+from dcp_reshard.stack_machine import DATA_STEPS, StackMachine, push
 
 __all__ = ["Call", "Global", "Persistent", "interpret_pickle"]
 
@@ -95,41 +96,15 @@ def interpret_pickle(data: bytes, *, left_out: list[object] | None = None) -> ob
     raise CheckpointFormatError(f"the pickle has more than {_MAX_OPCODES} opcodes")
 
 
-@dataclass(slots=True, eq=False)
-class _Machine:
-    """The stack machine. MARK puts the stack aside and starts a new one."""
+class _Machine(StackMachine):
+    """The machine, and what is not part of the value."""
 
-    data: bytes
-    position: int = 0
-    stack: list[object] = field(default_factory=list)
-    left_out: list[object] = field(default_factory=list)
-    tuple_keys: int = 0
-    below: list[list[object]] = field(default_factory=list)
-    memo: dict[int, object] = field(default_factory=dict)
+    __slots__ = ("left_out", "tuple_keys")
 
-    def take(self, count: int) -> bytes:
-        start, self.position = self.position, self.position + count
-        if self.position > len(self.data):
-            raise IndexError
-        return self.data[start : self.position]
-
-    def number(self, width: int) -> int:
-        return int.from_bytes(self.take(width), "little")
-
-    def mark(self) -> None:
-        self.below.append(self.stack)
-        self.stack = []
-
-    def above_mark(self) -> list[object]:
-        items, self.stack = self.stack, self.below.pop()
-        return items
-
-    def top(self, count: int) -> list[object]:
-        if count > len(self.stack):
-            raise IndexError
-        items = self.stack[-count:]
-        del self.stack[-count:]
-        return items
+    def __init__(self, data: bytes, *, left_out: list[object]) -> None:
+        super().__init__(data)
+        self.left_out = left_out
+        self.tuple_keys = 0
 
     def check_protocol(self) -> None:
         if self.take(1)[0] not in range(2, 6):
@@ -227,56 +202,34 @@ def _memoize(machine: _Machine, index: int) -> None:
 _Step = Callable[[_Machine], None]
 
 
-def _push(make: Callable[[_Machine], object]) -> _Step:
-    def step(machine: _Machine) -> None:
-        value = make(machine)
-        machine.stack.append(value)
-
-    return step
-
-
 _STOP = ord(".")
 _STEPS: dict[int, _Step] = {
+    **DATA_STEPS,
     ord("q"): lambda m: _memoize(m, m.number(1)),
-    ord("h"): _push(lambda m: m.memo[m.number(1)]),
+    ord("h"): push(lambda m: m.memo[m.number(1)]),
     ord("r"): lambda m: _memoize(m, m.number(4)),
-    ord("j"): _push(lambda m: m.memo[m.number(4)]),
+    ord("j"): push(lambda m: m.memo[m.number(4)]),
     0x94: lambda m: _memoize(m, len(m.memo)),
-    ord("("): _Machine.mark,
-    ord("K"): _push(lambda m: m.number(1)),
-    ord("M"): _push(lambda m: m.number(2)),
-    ord("J"): _push(lambda m: int.from_bytes(m.take(4), "little", signed=True)),
-    0x8A: _push(lambda m: int.from_bytes(m.take(m.number(1)), "little", signed=True)),
-    ord("G"): _push(lambda m: struct.unpack(">d", m.take(8))[0]),
-    ord("X"): _push(lambda m: m.take(m.number(4)).decode()),
-    0x8C: _push(lambda m: m.take(m.number(1)).decode()),
-    ord("B"): _push(lambda m: m.take(m.number(4))),
-    ord("C"): _push(lambda m: m.take(m.number(1))),
-    ord("N"): _push(lambda _: None),
-    0x88: _push(lambda _: True),
-    0x89: _push(lambda _: False),
-    ord(")"): _push(lambda _: ()),
-    0x85: _push(lambda m: tuple(m.top(1))),
-    0x86: _push(lambda m: tuple(m.top(2))),
-    0x87: _push(lambda m: tuple(m.top(3))),
-    ord("t"): _push(lambda m: tuple(m.above_mark())),
-    ord("]"): _push(lambda _: []),
-    ord("l"): _push(_Machine.above_mark),
+    0x8A: push(lambda m: int.from_bytes(m.take(m.number(1)), "little", signed=True)),
+    ord("X"): push(lambda m: m.take(m.number(4)).decode()),
+    0x8C: push(lambda m: m.take(m.number(1)).decode()),
+    ord("B"): push(lambda m: m.take(m.number(4))),
+    ord("C"): push(lambda m: m.take(m.number(1))),
+    ord("l"): push(_Machine.above_mark),
     ord("a"): lambda m: _append_items(m, m.top(1)),
     ord("e"): lambda m: _append_items(m, m.above_mark()),
-    ord("}"): _push(lambda _: {}),
     ord("d"): _dict,
     ord("s"): lambda m: _set_items(m, m.top(2)),
     ord("u"): lambda m: _set_items(m, m.above_mark()),
-    0x8F: _push(lambda _: Call("builtins set", ())),
+    0x8F: push(lambda _: Call("builtins set", ())),
     0x90: lambda m: _append_items(m, m.above_mark()),
-    0x91: _push(lambda m: Call("builtins frozenset", tuple(m.above_mark()))),
+    0x91: push(lambda m: Call("builtins frozenset", tuple(m.above_mark()))),
     ord("c"): _global,
     0x93: _stack_global,
     ord("R"): _call,
     0x81: _call,
     ord("b"): _build,
-    ord("Q"): _push(lambda m: Persistent(m.stack.pop())),
+    ord("Q"): push(lambda m: Persistent(m.stack.pop())),
     0x80: _Machine.check_protocol,
     0x95: _Machine.skip_frame,
 }

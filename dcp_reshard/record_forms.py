@@ -22,8 +22,9 @@ from dcp_reshard.metadata_entries import (
     TensorEntry,
     make_size,
 )
+from dcp_reshard.stack_machine import StackMachine
 
-__all__ = ["FORMS", "Form", "Tape"]
+__all__ = ["FORMS", "Form", "RecordMachine"]
 
 _REF = rb"(?:h.|j.{4})"
 # Integers that are not negative: one byte, two, four, and up to eight.
@@ -37,28 +38,19 @@ _INTEGERS = re.compile(_INT, re.DOTALL)
 _MAX_KNOWN = 1 << 16
 
 
-class Tape:
-    """A pickle, and what has been made of it up to a place."""
+class RecordMachine(StackMachine):
+    """A stack machine whose memo lacks what was memoised inside of records taken in one step."""
 
-    __slots__ = ("below", "data", "memo", "memoized", "position", "stack")
+    __slots__ = ("memoized",)
 
     def __init__(self, data: bytes) -> None:
-        self.data = data
-        self.position = 0
-        self.stack: list[object] = []
-        self.below: list[list[object]] = []
-        self.memo: dict[int, object] = {}
+        super().__init__(data)
         self.memoized = 0
         """Number of opcodes that memoise, whether `memo` has what they do or not."""
 
     def recall(self, reference: bytes) -> object:
         """What a reference refers to; KeyError if `memo` does not have it."""
         return self.memo[int.from_bytes(reference[1:], "little")]
-
-    def mark(self) -> None:
-        """Put the stack aside and start a new one."""
-        self.below.append(self.stack)
-        self.stack = []
 
 
 class Form:
@@ -75,9 +67,9 @@ class Form:
         self._known: dict[bytes, tuple[object, int]] = {}
 
     @classmethod
-    def learn(cls, tape: Tape, start: int) -> Form | None:
+    def learn(cls, machine: RecordMachine, start: int) -> Form | None:
         """The form, if there is a record of it at `start`."""
-        found = _with_any_references(cls._parts).match(tape.data, start)
+        found = _with_any_references(cls._parts).match(machine.data, start)
         if found is None:
             return None
         references = []
@@ -85,7 +77,7 @@ class Form:
             if type(part) is not bytes:
                 reference = found[f"r{i}"]
                 try:
-                    value = None if reference is None else tape.recall(reference)
+                    value = None if reference is None else machine.recall(reference)
                 except KeyError:
                     return None
                 if type(value) is not type(part) or value != part:
@@ -93,18 +85,18 @@ class Form:
                 references.append(reference)
         return cls(references)
 
-    def take(self, tape: Tape, start: int) -> bool:
+    def take(self, machine: RecordMachine, start: int) -> bool:
         """Take all records of the form that follow one another from `start`, if any does."""
-        data, match, take = tape.data, self._match, self._take
+        data, match, take = machine.data, self._match, self._take
         try:
-            while (found := match(data, start)) and take(tape, found):
-                tape.position = start = found.end()
+            while (found := match(data, start)) and take(machine, found):
+                machine.position = start = found.end()
         except KeyError:
             # It refers to what is not in the memo: opcode by opcode it shows why.
             pass
-        return tape.position == start
+        return machine.position == start
 
-    def _take(self, tape: Tape, found: re.Match[bytes]) -> bool:
+    def _take(self, machine: RecordMachine, found: re.Match[bytes]) -> bool:
         raise NotImplementedError
 
     def _keep(self, key: bytes, value: object, memoized: int) -> tuple[object, int]:
@@ -141,11 +133,11 @@ class _Chunks(Form):
         *("sizes", make_size, b"(%b)" % _TUPLE, _CALL, rb"ub"),
     )
 
-    def _take(self, tape: Tape, found: re.Match[bytes]) -> bool:
+    def _take(self, machine: RecordMachine, found: re.Match[bytes]) -> bool:
         # Records alike are one: layers are, and a record cannot be changed.
         chunk, memoized = self._known.get(found[0]) or self._make(found)
-        tape.stack.append(chunk)
-        tape.memoized += memoized
+        machine.stack.append(chunk)
+        machine.memoized += memoized
         return True
 
     def _make(self, found: re.Match[bytes]) -> tuple[object, int]:
@@ -166,15 +158,15 @@ class _Places(Form):
         *("offset", b"(%b)" % _INT, "length", b"(%b)ub" % _INT),
     )
 
-    def _take(self, tape: Tape, found: re.Match[bytes]) -> bool:
+    def _take(self, machine: RecordMachine, found: re.Match[bytes]) -> bool:
         name, name_ref, number, offset, file, file_ref, start, length = found.groups()
         if (name and len(name) != name[0] + 1) or (file and len(file) != file[0] + 1):
             return False
-        memo, memoized = tape.memo, tape.memoized + 2
+        memo, memoized = machine.memo, machine.memoized + 2
         index, entry = IndexEntry(), StorageEntry()
-        entry.relative_path = tape.recall(file_ref) if file is None else self._text(file)
+        entry.relative_path = machine.recall(file_ref) if file is None else self._text(file)
         if name is None:
-            index.fqn = tape.recall(name_ref)
+            index.fqn = machine.recall(name_ref)
         else:
             index.fqn = memo[memoized] = self._text(name)
             memoized += 1
@@ -191,8 +183,8 @@ class _Places(Form):
             memoized += 1
         entry.offset, entry.length = _integer(start), _integer(length)
         entry.transform_descriptors = None
-        tape.stack += (index, entry)
-        tape.memoized = memoized
+        machine.stack += (index, entry)
+        machine.memoized = memoized
         return True
 
     def _text(self, text: bytes) -> object:
@@ -213,26 +205,26 @@ class _Tensors(Form):
         *("size", make_size, b"(%b)" % _TUPLE, _CALL, "chunks", rb"\]\x94"),
     )
 
-    def _take(self, tape: Tape, found: re.Match[bytes]) -> bool:
+    def _take(self, machine: RecordMachine, found: re.Match[bytes]) -> bool:
         *state, shape = found.groups()
         dtype, layout, requires_grad, memory_format, pinned = state
         key = b"".join(state)
         properties, _ = self._known.get(key) or self._keep(
             key,
             _properties(
-                tape.recall(dtype),
-                tape.recall(layout),
+                machine.recall(dtype),
+                machine.recall(layout),
                 requires_grad == b"\x88",
-                tape.recall(memory_format),
+                machine.recall(memory_format),
                 pinned == b"\x88",
             ),
             2,
         )
         size, count = self._known.get(shape) or self._keep(shape, _size(shape), _memoized(shape))
-        tape.stack += (TensorEntry(), {})
-        tape.mark()
-        tape.stack += ("properties", properties, "size", size, "chunks", [])
-        tape.memoized += 5 + count
+        machine.stack += (TensorEntry(), {})
+        machine.mark()
+        machine.stack += ("properties", properties, "size", size, "chunks", [])
+        machine.memoized += 5 + count
         return True
 
 
