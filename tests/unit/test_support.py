@@ -257,8 +257,11 @@ def test_thread_world_raises_what_a_rank_raised() -> None:
 
 
 def warn_or_die(rank: int) -> None:
+    # A rank that dies while its peer is still connecting gives the peer another error.
     if rank == 0:
+        dist.recv(torch.zeros(1), 1)
         os._exit(3)
+    dist.send(torch.zeros(1), 0)
     warnings.warn("a warning of a rank", stacklevel=1)
 
 
