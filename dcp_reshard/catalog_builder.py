@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from dcp_reshard.box import BoxArray
-from dcp_reshard.catalog import Catalog, KeyPath, StoredObject, StoredTensor
+from dcp_reshard.catalog import Catalog, KeyPath, KnownValue, StoredObject, StoredTensor
 from dcp_reshard.errors import CheckpointFormatError
 from dcp_reshard.metadata_entries import (
     BytesEntry,
@@ -75,6 +75,7 @@ class _Tensor:
     sizes: list[SizeEntry] = field(default_factory=list)
     places: list[StorageEntry] = field(default_factory=list)
     boxes: set[bytes] = field(default_factory=set)
+    defect: str = ""
 
 
 @dataclass(slots=True)
@@ -99,10 +100,8 @@ class _Builder:
                 self._add_tensor(fqn, entry, places.get(fqn, {}))
             elif type(entry) is BytesEntry:
                 place = places.get(fqn, {}).pop(None, None)
-                if place is None or fqn in self.tensors:
-                    raise CheckpointFormatError(
-                        f"object `{fqn}`: not stored, or also a tensor", fqn=fqn
-                    )
+                if place is None:
+                    raise CheckpointFormatError(f"object `{fqn}`: not stored", fqn=fqn)
                 self.objects.setdefault(fqn, place)
             else:
                 raise CheckpointFormatError(
@@ -125,11 +124,13 @@ class _Builder:
         for ndim in sorted({len(tensor.shape) for tensor in self.tensors.values()}):
             same = {f: t for f, t in self.tensors.items() if len(t.shape) == ndim}
             stored |= _stored_tensors(same, ndim, self.files)
-        tensors = {fqn: stored[fqn] for fqn in self.tensors}
-        objects = {
-            fqn: StoredObject(fqn, self.files[place.relative_path], place.offset, place.length)
-            for fqn, place in self.objects.items()
-        }
+        tensors = {fqn: stored[fqn] for fqn in self.tensors if fqn not in self.objects}
+        objects = {}
+        for fqn, place in self.objects.items():
+            # As with shapes: what no rank asks for may be anything.
+            known = KnownValue(refusal=_both_kinds()) if fqn in self.tensors else None
+            file = self.files[place.relative_path]
+            objects[fqn] = StoredObject(fqn, file, place.offset, place.length, known)
         catalog = Catalog(tensors, objects, tuple(self.files), self.key_paths, digest)
         catalog.check_disjoint()
         return catalog
@@ -202,12 +203,15 @@ class _Builder:
         again = tensor is not None
         if tensor is None:
             tensor = self.tensors[fqn] = _Tensor(tuple(shape), dtype)
-        if (tensor.shape, tensor.dtype) != (shape, dtype) or fqn in self.objects:
-            raise CheckpointFormatError(
-                f"tensor `{fqn}`: {tensor.shape!r} of {tensor.dtype} in one metadata file, "
-                f"{shape!r} of {dtype} in another",
-                fqn=fqn,
+        if (tensor.shape, tensor.dtype) != (shape, dtype):
+            # Loading it is an error, not loading from the checkpoint: others may not depend on it.
+            tensor.defect = (
+                f"one rank has stored shape {tensor.shape!r} of {tensor.dtype} under this key, "
+                f"another {tuple(shape)!r} of {dtype}; a value that depends on the rank needs a "
+                f"key that does"
             )
+            places.clear()
+            return
         if type(entry.chunks) is not list:
             raise CheckpointFormatError(f"tensor `{fqn}`: its chunks are not a list", fqn=fqn)
         if again and not tensor.boxes:
@@ -257,6 +261,13 @@ class _Builder:
                 self.key_paths.setdefault(fqn, path)
 
 
+def _both_kinds() -> CheckpointFormatError:
+    return CheckpointFormatError(
+        "one rank has stored a tensor under this key, another a value that is not a tensor; a "
+        "value that depends on the rank needs a key that does"
+    )
+
+
 def _chunk_key(offsets: SizeEntry) -> _Key:
     # Any number of tuples of three integers with one hash can be made up, which turns a dict of
     # them into a list. The hash of bytes is another one in each process.
@@ -304,7 +315,14 @@ def _stored_tensors(
         rows = slice(first, first + count)
         boxes = BoxArray(offsets[rows], sizes[rows])
         stored[fqn] = StoredTensor(
-            fqn, tensor.shape, tensor.dtype, boxes, files[rows], starts[rows], lengths[rows]
+            fqn,
+            tensor.shape,
+            tensor.dtype,
+            boxes,
+            files[rows],
+            starts[rows],
+            lengths[rows],
+            defect=tensor.defect,
         )
         first += count
     return stored

@@ -37,6 +37,8 @@ __all__ = ["JobRead", "ReadResult"]
 
 logger = logging.getLogger(__name__)
 
+_Resolve = Callable[[], tuple[Sequence[WantedPart], Sequence[StoredObject]]]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadResult:
@@ -77,13 +79,13 @@ class JobRead:
     on_progress: Callable[[int, int], None] | None
     """Called with bytes done and bytes in all."""
 
-    def run(
-        self, resolve: Callable[[], tuple[Sequence[WantedPart], Sequence[StoredObject]]]
-    ) -> ReadResult:
+    def run(self, resolve: _Resolve, *, own: _Resolve) -> ReadResult:
         """Read, and compare checksums; a collective call, unless this rank reads alone.
 
         Args:
             resolve: Gives the parts and objects that this rank wants. May fail.
+            own: Called after it, gives those that only this rank can want where they are: these it
+                reads directly, however the ranks read the others.
 
         Raises:
             StorageError: Bytes could not be read.
@@ -91,20 +93,38 @@ class JobRead:
             DtypeMismatchError: A cast overflowed.
             PeerFailedError: Another rank failed.
         """
+        apart = DirectRead(self.source, self.catalog, self.options, None)
+
+        def resolve_all() -> tuple[Sequence[WantedPart], Sequence[StoredObject]]:
+            parts, objects = resolve()
+            if any(own()):
+                # Here, where the others are told of a failure.
+                self._read_and_close(apart, *own())
+            return parts, objects
+
         if self.lockstep is None:
             direct = DirectRead(self.source, self.catalog, self.options, self.on_progress)
-            self._read_and_close(direct, *resolve())
-            return self._check(direct, Cooperation(mode="direct", reason="this rank reads alone"))
+            self._read_and_close(direct, *resolve_all())
+            cooperation = Cooperation(mode="direct", reason="this rank reads alone")
+            return self._check(direct, apart, cooperation)
         try:
             with self.lockstep.held_interrupts():
-                return self._check(*self._run_together(self.lockstep, resolve))
+                read, cooperation = self._run_together(self.lockstep, resolve_all)
+                return self._check(read, apart, cooperation)
         except PeerFailedError as error:
             if error.__cause__ is not None:  # a collective call has failed
                 leave_note()
             raise
 
-    def _check(self, read: DirectRead | CooperativeRead, cooperation: Cooperation) -> ReadResult:
+    def _check(
+        self, read: DirectRead | CooperativeRead, apart: DirectRead, cooperation: Cooperation
+    ) -> ReadResult:
         started = time.perf_counter()
+        read.objects |= apart.objects
+        read.records |= apart.records
+        read.chunks_read_whole += apart.chunks_read_whole
+        read.bytes_direct += apart.bytes_direct
+        read.rereads += apart.rereads
         verdict = check_records(
             read.records, self.catalog, verify=self.options.verify, lockstep=self.lockstep
         )
@@ -113,7 +133,7 @@ class JobRead:
     def _run_together(
         self,
         lockstep: Lockstep,
-        resolve: Callable[[], tuple[Sequence[WantedPart], Sequence[StoredObject]]],
+        resolve: _Resolve,
     ) -> tuple[DirectRead | CooperativeRead, Cooperation]:
         if self.mode == "direct":
             return self._read_directly(lockstep, resolve, "asked for")
@@ -172,7 +192,7 @@ class JobRead:
     def _read_directly(
         self,
         lockstep: Lockstep,
-        resolve: Callable[[], tuple[Sequence[WantedPart], Sequence[StoredObject]]],
+        resolve: _Resolve,
         reason: str,
     ) -> tuple[DirectRead, Cooperation]:
         read = DirectRead(self.source, self.catalog, self.options, self.on_progress)

@@ -8,6 +8,9 @@ one storage entry per chunk and object, no two entries on the same bytes, bare f
 chunks tile their tensor is `StoredTensor.check_coverage`, asked for each tensor that is to be
 loaded.
 
+`read_own_copies` says what a rank of a save without collectives stored under keys that others
+stored, too.
+
 Reads no data file, and makes no torch object but dtypes.
 """
 
@@ -16,17 +19,21 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dcp_reshard.catalog import Catalog
+import numpy as np
+
+from dcp_reshard.catalog import Catalog, StoredTensor
 from dcp_reshard.catalog_builder import build_catalog
 from dcp_reshard.errors import CheckpointFormatError, StorageError
 from dcp_reshard.garbage import paused_gc
+from dcp_reshard.metadata_entries import MetadataEntry
 from dcp_reshard.repair import repair_catalog
 from dcp_reshard.storage import ByteSource, open_source, read_bytes
 from dcp_reshard.unpickle import MAX_METADATA_BYTES, unpickle_metadata
 
-__all__ = ["DcpCheckpoint", "read_catalog"]
+__all__ = ["DcpCheckpoint", "read_catalog", "read_own_copies"]
 
 METADATA_FILE = ".metadata"
 _RANK_METADATA_FILE = re.compile(r"__(\d{1,7})\.metadata")
@@ -85,9 +92,65 @@ def read_catalog(source: ByteSource) -> Catalog:
             f"save was interrupted, or this is not the folder of a checkpoint",
             file=METADATA_FILE,
         )
+    catalog = _read_files(source, parts)
+    return replace(catalog, read_from=tuple(parts))
+
+
+@paused_gc()
+def read_own_copies(source: ByteSource, catalog: Catalog, *, rank: int) -> Catalog | None:
+    """What a rank of a save without collectives stored under keys of which the catalog has one.
+
+    Such a save keeps each rank's copy of a plain tensor or an object, of which `read_catalog` takes
+    the lowest rank's. They may differ (a generator's state), and with as many ranks as saved, torch
+    gives each its own.
+
+    Args:
+        source: The files that `catalog` was read from.
+        catalog: What they hold.
+        rank: The rank that loads.
+
+    Returns:
+        The copies of the rank of this number, in files numbered as in `catalog`; None if there was
+        no such rank, or if the save has one copy of each key, whichever rank wrote it.
+
+    Raises:
+        CheckpointFormatError: The rank's metadata are not what they were.
+        StorageError: The file could not be read.
+    """
+    name = f"__{rank}.metadata"
+    if name not in catalog.read_from[1:]:  # the lowest rank's are those of the catalog
+        return None
+    own = _read_files(source, [name])
+    numbers = {file: number for number, file in enumerate(catalog.files)}
+    if not numbers.keys() >= set(own.files):
+        raise CheckpointFormatError(f"`{name}` has changed while it was loaded from", file=name)
+    moved = np.array([numbers[file] for file in own.files], np.int32)
+    return replace(
+        catalog,
+        tensors={
+            fqn: replace(stored, files=moved[stored.files])
+            for fqn, stored in own.tensors.items()
+            if _is_copy(stored, catalog.tensors.get(fqn))
+        },
+        objects={
+            fqn: replace(stored, file=int(moved[stored.file]))
+            for fqn, stored in own.objects.items()
+            if fqn in catalog.objects
+        },
+    )
+
+
+def _is_copy(own: StoredTensor, shared: StoredTensor | None) -> bool:
+    """Whether both are all of one tensor."""
+    if shared is None or (own.shape, own.dtype) != (shared.shape, shared.dtype):
+        return False
+    return len(own.chunks) == len(shared.chunks) == 1 and not shared.defect
+
+
+def _read_files(source: ByteSource, names: Sequence[str]) -> Catalog:
     digest = hashlib.blake2b(digest_size=16)
-    entries = []
-    for name in parts:
+    entries: list[MetadataEntry] = []
+    for name in names:
         size = source.size(name)
         if size > MAX_METADATA_BYTES:
             raise CheckpointFormatError(
@@ -99,8 +162,7 @@ def read_catalog(source: ByteSource) -> Catalog:
         digest.update(data)
         entries.append(unpickle_metadata(data, file=name))
         del data
-    catalog = build_catalog(entries, digest=digest.hexdigest())
-    return replace(catalog, read_from=tuple(parts))
+    return build_catalog(entries, digest=digest.hexdigest())
 
 
 def _appears(source: ByteSource) -> bool:

@@ -31,6 +31,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -44,7 +45,7 @@ from dcp_reshard.errors import PlanError
 from dcp_reshard.garbage import paused_gc
 from dcp_reshard.job_read import JobRead
 from dcp_reshard.lockstep import Lockstep
-from dcp_reshard.metadata import DcpCheckpoint
+from dcp_reshard.metadata import DcpCheckpoint, read_own_copies
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.plan_digest import PlanDigest, check_digests, digest_plan
 from dcp_reshard.portable import portable, to_portable
@@ -113,6 +114,7 @@ class ReshardStorageReader(StorageReader):
         self.stats = ReadStats()
         self._source: CountingSource | None = None
         self._items: Sequence[ReadItem] = ()
+        self._own: Catalog | None = None
         self._load_id = str(uuid.uuid4())
         self.waiting_for = "read the metadata"
 
@@ -172,11 +174,20 @@ class ReshardStorageReader(StorageReader):
         self,
         metadata: Metadata,
         is_coordinator: bool,
+        **kwargs: Any,
     ) -> None:
-        """Take the catalog out of the metadata."""
+        """Take the catalog out of the metadata, and find the copies that are this rank's own.
+
+        Args:
+            metadata: What `read_metadata` has returned.
+            is_coordinator: Not needed.
+            kwargs: torch 2.13 gives the rank in the process group of the load if there is a
+                parameter of this name.
+        """
         self._catalog: Catalog = catalog_of(metadata)
         if self._source is None:
             self._source = self._open()
+        self._own = read_own_copies(self._source, self._catalog, rank=kwargs.get("rank", 0))
 
     @portable
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -224,11 +235,13 @@ class ReshardStorageReader(StorageReader):
         self.waiting_for = "read their parts"
         lockstep = self._find_peers(plan)
         started = time.perf_counter()
-        wanted = Wanted(self._catalog, planner)
+        wanted = Wanted(self._catalog, planner, self._own)
         job = JobRead(
             self.mode, self._source, self._catalog, self.options, lockstep, self.on_progress
         )
-        result = job.run(lambda: wanted.resolve(self._planned_items(plan)))
+        result = job.run(
+            lambda: wanted.resolve(self._planned_items(plan)), own=lambda: wanted.own_copies
+        )
         seconds, read = time.perf_counter() - started, result.read
         wanted.deliver(read.objects, allow_unsafe_pickle=self.options.allow_unsafe_pickle)
         self.stats.requests = self._source.requests

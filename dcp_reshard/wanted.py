@@ -31,12 +31,18 @@ class Wanted:
     planner: LoadPlanner
     """The planner."""
 
+    own: Catalog | None = None
+    """Copies that this rank has stored itself, if each did; it gets these, not the first rank's."""
+
     seconds: float = 0.0
     """Time in which it was asked for memory."""
 
     _parts: list[tuple[ReadItem, WantedPart]] = field(default_factory=list, init=False)
     _objects: list[tuple[ReadItem, StoredObject]] = field(default_factory=list, init=False)
     _known: dict[str, bytes] = field(default_factory=dict, init=False)
+    _own: tuple[list[WantedPart], list[StoredObject]] = field(
+        default_factory=lambda: ([], []), init=False
+    )
 
     @property
     def num_chunks(self) -> int:
@@ -50,7 +56,8 @@ class Wanted:
             items: The read items of its plan.
 
         Returns:
-            The parts, and the objects of which the catalog does not know the contents.
+            The parts, and the objects of which the catalog does not know the contents; without
+            `own_copies`.
 
         Raises:
             PlanError: An item is not in the checkpoint, or the memory has not its shape.
@@ -65,8 +72,21 @@ class Wanted:
                 if part.dest.numel():
                     self._parts.append((item, part))
         self.seconds += time.perf_counter() - started
-        unknown = [stored for _, stored in self._objects if stored.fqn not in self._known]
-        return [part for _, part in self._parts], unknown
+        shared: tuple[list[WantedPart], list[StoredObject]] = ([], [])
+        tensors, objects = (self.own.tensors, self.own.objects) if self.own else ({}, {})
+        for _, part in self._parts:
+            is_own = part.stored is tensors.get(part.stored.fqn)
+            (self._own if is_own else shared)[0].append(part)
+        for _, stored in self._objects:
+            if stored.fqn not in self._known:
+                is_own = stored is objects.get(stored.fqn)
+                (self._own if is_own else shared)[1].append(stored)
+        return shared
+
+    @property
+    def own_copies(self) -> tuple[Sequence[WantedPart], Sequence[StoredObject]]:
+        """Of what was resolved, that which only this rank may want of the place where it is."""
+        return self._own
 
     def _find_object(self, item: ReadItem) -> StoredObject:
         fqn = item.storage_index.fqn
@@ -75,7 +95,7 @@ class Wanted:
         stored = self.catalog.objects[fqn]
         if stored.known is not None:
             self._known[fqn] = stored.known.contents(fqn)
-        return stored
+        return self.own.objects.get(fqn, stored) if self.own else stored
 
     def _resolve_tensor(self, item: ReadItem) -> WantedPart:
         index = item.storage_index
@@ -99,6 +119,8 @@ class Wanted:
                 f"{tuple(dest.size())!r} for a part of shape {tuple(item.lengths)!r}",
                 fqn=item.dest_index.fqn,
             )
+        if self.own and index.fqn in self.own.tensors and tuple(dest.size()) == stored.shape:
+            stored = self.own.tensors[index.fqn]
         return WantedPart(item.dest_index.fqn, stored, chunk, tuple(item.storage_offsets), dest)
 
     def deliver(self, objects: Mapping[str, bytes], *, allow_unsafe_pickle: bool) -> None:

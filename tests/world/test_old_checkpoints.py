@@ -24,9 +24,9 @@ from dcp_reshard import (
 )
 from dcp_reshard._torch import flatten_state_dict_2_3
 from tests.support.checkpoints import check_world_loads, save_state, save_world
-from tests.support.failures import catch_failure
+from tests.support.failures import catch_failure, find_failures
 from tests.support.tensors import check_same, fill_with_sentinel, indexed_tensor, snapshot
-from tests.support.worlds import fake_world, thread_world
+from tests.support.worlds import fake_world, gloo_world, thread_world
 
 State = dict[str, Any]
 FULL = indexed_tensor((13, 3))
@@ -91,6 +91,71 @@ def test_metadata_of_a_rank_that_is_not_there(tmp_path: Path) -> None:
             state = state_of(4)(rank)
             error = catch_failure(lambda state=state: our_load(tmp_path)(state))
             assert "`__2.metadata` is missing" in str(error)
+
+
+def values_of(rank: int) -> State:
+    """What depends on the rank, beside a tensor that all ranks share."""
+    return {
+        "rows": state_of(dist.get_world_size())(rank)["rows"],
+        "rng": torch.full((3,), rank),
+        "loader": {"position": 10 * rank, "seen": [rank]},
+    }
+
+
+def save_values(rank: int, path: Path) -> None:
+    dcp.save(values_of(rank), checkpoint_id=path, use_collectives=False)
+
+
+def load_values(rank: int, path: Path, mode: str, planner: type) -> tuple[Any, ...]:
+    state = values_of(rank)
+    wanted = state["rows"].to_local().clone()
+    state["rows"].to_local().fill_(-1)
+    state["rng"].fill_(-1)
+    state["loader"] = {"position": -1, "seen": [-1]}
+    reader = ReshardStorageReader(path, mode=mode, process_group=dist.group.WORLD)
+    dcp.load(state, storage_reader=reader, planner=planner())
+    assert torch.equal(state["rows"].to_local(), wanted)
+    loader = state["loader"]
+    return state["rng"].tolist(), loader["position"], loader["seen"], reader.stats.records_verified
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_each_rank_gets_the_copy_that_it_stored(tmp_path: Path, size: int) -> None:
+    """Without collectives each rank's values are kept: it gets its own, new ranks the first's."""
+    gloo_world(3, save_values, tmp_path)
+    for mode in ("direct", "cooperative"):
+        for planner in (ReshardLoadPlanner, dcp.DefaultLoadPlanner):
+            found = gloo_world(size, load_values, tmp_path, mode, planner)
+            for rank, (rng, position, seen, _) in enumerate(found):
+                saved_by = rank if rank < 3 else 0
+                assert rng == [saved_by] * 3, (mode, planner)
+                assert (position, seen) == (10 * saved_by, [saved_by])
+            # Three parts of one tensor, and each rank's own copy.
+            assert sum(verified for *_, verified in found) >= 3 + min(size, 3)
+
+
+def load_damaged(rank: int, path: Path, mode: str) -> dict[int, str]:
+    state = values_of(rank)
+    return {
+        r: str(e)
+        for r, e in find_failures(lambda: dcp_reshard.load(state, path, mode=mode)).items()
+    }
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("mode", ["direct", "cooperative"])
+def test_damage_in_a_copy_of_one_rank(tmp_path: Path, mode: str) -> None:
+    """Only rank 2 reads its own copy; that it is damaged reaches all ranks, by name."""
+    gloo_world(3, save_values, tmp_path)
+    file = tmp_path / "__2_0.distcp"
+    contents = bytearray(file.read_bytes())
+    at = contents.index(torch.full((3,), 2).numpy().tobytes())
+    contents[at] ^= 1
+    file.write_bytes(contents)
+    for failures in gloo_world(3, load_damaged, tmp_path, mode):
+        assert "`rng`" in failures[2]
+        assert "__2_0.distcp" in failures[2]
 
 
 class OldSavePlanner(DefaultSavePlanner):
