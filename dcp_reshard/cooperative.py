@@ -136,17 +136,16 @@ class CooperativeRead:
             CheckpointFormatError: An object is unreasonably large.
             PeerFailedError: Another rank failed.
         """
-        limits = Limits.from_options(self.options)
-        with self.lockstep.phase("listing what it wants", facts=len(limits)) as told:
-            told.own = limits
+        with self.lockstep.phase("listing what it wants") as told:
+            told.own = Limits.from_options(self.options)
             numbering = number_items(self.catalog)
             wants = [*_tensor_wants(parts, numbering), *_object_wants(objects, numbering)]
             requests = Requests.make(
                 [(w.number, w.offsets, tuple(w.dest.shape)) for w in wants],
                 num_dims=numbering.most_dims,
             )
-            shares = count_shares(requests, numbering)
-        self.lockstep.reduce_sum(shares)
+            told.array = shares = count_shares(requests, numbering)
+        self.lockstep.reduce_sum(told)
         return Survey(wants, requests, numbering, shares, Limits(*told.all.min(axis=0).tolist()))
 
     def run(self, survey: Survey) -> None:
@@ -167,12 +166,12 @@ class CooperativeRead:
             limits=limits,
             lockstep=step,
         )
-        with step.phase("finding the blocks that it needs"):
+        with step.phase("finding the blocks that it needs") as told:
             rows = np.concatenate(tables)
             index = make_index(needed, rows, numbering, block_bytes=limits.block_bytes)
-            marks = mark_blocks(survey.requests, index)
+            told.array = marks = mark_blocks(survey.requests, index)
         if len(index.placed):
-            step.reduce_max(marks)
+            step.reduce_max(told)
         self._exchange = self._plan_exchange(survey, index, marks.view(np.bool_))
         self._exchange.run()
 
@@ -195,13 +194,13 @@ class CooperativeRead:
             ]
             told.counts = [len(rows) for rows in outgoing]
         tables = step.exchange_rows(outgoing, told, what="their requests")
-        with step.phase("planning rounds"):
+        with step.phase("planning rounds") as told:
             asked = Requests.from_rows(np.concatenate(tables))
             sources = np.repeat(np.arange(step.size), [len(rows) for rows in tables])
             given = find_pieces(asked, index, domains)
             given = given.select(np.flatnonzero(domains.owners[given.extents] == step.rank))
-            loads = np.stack([_loads(given, domains), _loads(wanted, domains)])
-        step.reduce_max(loads)
+            told.array = loads = np.stack([_loads(given, domains), _loads(wanted, domains)])
+        step.reduce_max(told)
         with step.phase("planning messages"):
             rounds = plan_rounds(
                 domains.slot_bytes,

@@ -123,15 +123,12 @@ class Exchange:
                     if index + 1 < count:
                         pending = pool.submit(self._read, index + 1)
                     self._gather(index, window)
+                    splits_in = self.incoming.travelling(index)
+                    splits_out = self.outgoing.travelling(index)
+                    received, sent = self._receive[: sum(splits_in)], self._send[: sum(splits_out)]
+                    what = f"the bytes of round {index + 1} of {count}"
                 started = time.perf_counter()
-                received, sent = self.incoming.travelling(index), self.outgoing.travelling(index)
-                self.lockstep.exchange_bytes(
-                    self._receive[: sum(received)],
-                    self._send[: sum(sent)],
-                    received,
-                    sent,
-                    what=f"the bytes of round {index + 1} of {count}",
-                )
+                self.lockstep.exchange_bytes(received, sent, splits_in, splits_out, what=what)
                 self.exchange_seconds += time.perf_counter() - started
             with self.lockstep.phase("copying what it has received"):
                 if count:

@@ -137,7 +137,7 @@ class JobRead:
     ) -> tuple[DirectRead | CooperativeRead, Cooperation]:
         if self.mode == "direct":
             return self._read_directly(lockstep, resolve, "asked for")
-        with lockstep.phase("finding out what it wants", facts=2) as told:
+        with lockstep.phase("finding out what it wants") as told:
             parts, objects = resolve()
             told.own = find_place(self.source)
         read = CooperativeRead(self.source, self.catalog, self.options, lockstep, self.on_progress)
@@ -158,7 +158,7 @@ class JobRead:
         except BaseException:
             self.source.close()
             raise
-        with lockstep.phase("closing its files", facts=1) as told:
+        with lockstep.phase("closing its files") as told:
             read.take_results()
             self.source.close()
             told.own = (self.source.bytes_read,)
@@ -180,7 +180,7 @@ class JobRead:
         objects: Sequence[StoredObject],
         survey: Survey,
     ) -> Choice:
-        with lockstep.phase("estimating what it would read", facts=3) as told:
+        with lockstep.phase("estimating what it would read") as told:
             percent, unique_bytes = round(100 * self.options.auto_ratio), survey.unique_bytes
             wanted = estimate_bytes(parts, objects, self.options)
             told.own = (wanted, percent, self.options.auto_bytes)
@@ -196,7 +196,7 @@ class JobRead:
         reason: str,
     ) -> tuple[DirectRead, Cooperation]:
         read = DirectRead(self.source, self.catalog, self.options, self.on_progress)
-        with lockstep.phase("reading its parts", facts=1) as told:
+        with lockstep.phase("reading its parts") as told:
             self._read_and_close(read, *resolve())
             told.own = (self.source.bytes_read,)
         imbalance = _imbalance(told.all[:, 0])

@@ -12,6 +12,10 @@ On leaving a phase each rank tells every other whether it has failed. If one has
 rank its own error, the others a `PeerFailedError` that names it. Every rank hears from every other,
 so that all notice at once if one is dead.
 
+Whatever may fail belongs into a phase: memory for what is sent and received, too, on a device that
+may be full. The messages in which ranks tell each other that they have failed lie in memory that is
+there from the beginning.
+
 Interrupts from the keyboard strike inside phases only, and are held back elsewhere
 (`held_interrupts`): one that struck between a collective call and the next line would leave it
 unknown whether the call was made.
@@ -19,13 +23,15 @@ unknown whether the call was made.
 
 from __future__ import annotations
 
+import io
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +45,10 @@ from dcp_reshard.errors import PeerFailedError
 __all__ = ["Facts", "Lockstep"]
 
 IntegerArray = npt.NDArray[np.integer[Any]]
+Value = TypeVar("Value")
+
+# A row for each rank: whether the phase has failed, a count, and facts.
+_FACTS = slice(2, 10)
 
 
 @dataclass(slots=True)
@@ -46,10 +56,16 @@ class Facts:
     """Numbers that ranks tell each other at the end of a phase."""
 
     own: tuple[int, ...] = ()
-    """For all ranks; to be set during the phase."""
+    """For all ranks, as many on each, at most 8; to be set during the phase."""
 
     counts: Sequence[int] = ()
     """One for each rank; to be set during the phase."""
+
+    array: IntegerArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Of one shape on all ranks, to be reduced after the phase; to be set during it."""
+
+    tensor: torch.Tensor = field(init=False)
+    """The array, where collective calls want it."""
 
     all: IntArray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
     """Row r is what rank r has told all; filled when the phase is over."""
@@ -70,6 +86,15 @@ class Lockstep:
 
     _interrupted: bool = field(default=False, init=False)
     _strikes: bool = field(default=False, init=False)
+    _rows: torch.Tensor = field(init=False)
+    _sent: torch.Tensor = field(init=False)
+    _received: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Take the memory in which ranks tell each other that they have failed."""
+        self._rows = torch.zeros((self.size, _FACTS.stop), dtype=torch.int64)
+        self._sent = torch.zeros_like(self._rows, device=self.device)
+        self._received = torch.zeros_like(self._sent)
 
     @property
     def size(self) -> int:
@@ -87,20 +112,19 @@ class Lockstep:
         return collective_device(self.group)
 
     @contextmanager
-    def phase(self, what: str, *, facts: int = 0) -> Iterator[Facts]:
+    def phase(self, what: str) -> Iterator[Facts]:
         """Work that this rank does alone, and then the agreement that all ranks have done theirs.
 
         The body must make no collective call. Leaving it is one.
 
         Args:
             what: What is done, for the errors.
-            facts: How many numbers the ranks tell each other at the end.
 
         Raises:
             BaseException: What the body raised.
             PeerFailedError: The phase failed on another rank, or a rank cannot be reached.
         """
-        told = Facts((0,) * facts)
+        told, rows = Facts(), self._rows.numpy()
         error: BaseException | None = None
         try:
             # Two `try`: an interrupt that strikes in the inner `finally` is caught by the outer.
@@ -111,11 +135,14 @@ class Lockstep:
             finally:
                 self._strikes = False
             self._raise_interrupt()
+            facts = slice(_FACTS.start, _FACTS.start + len(told.own))
+            rows[:, 0], rows[:, 1], rows[:, facts] = 0, told.counts or 0, told.own
+            told.tensor = torch.from_numpy(told.array).to(self.device)
         except BaseException as caught:
             error = caught
+            rows[:, 0] = 1
         try:
-            counts = told.counts or [0] * self.size
-            rows = self._tell(what, [(error is not None, n, *told.own) for n in counts])
+            self._tell(what)
         except PeerFailedError:
             if error is not None:
                 raise error  # noqa: B904  the cause, not what follows from it
@@ -126,32 +153,55 @@ class Lockstep:
         if failed:
             ranks = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {failed}"
             raise PeerFailedError(f"{ranks} of the load failed while {what}; see the error there")
-        told.counts_in, told.all = rows[:, 1].tolist(), rows[:, 2:]
+        told.counts_in, told.all = rows[:, 1].tolist(), rows[:, facts].copy()
 
-    def _tell(self, what: str, rows_out: Sequence[Sequence[int]]) -> IntArray:
-        """Send a row to each rank, and return that of each; a collective call."""
-        out = torch.tensor(rows_out, dtype=torch.int64, device=self.device)
-        rows = torch.empty_like(out)
+    def _tell(self, what: str) -> None:
+        """Send a row to each rank, and put that of each in its place; a collective call."""
         with self._waiting(f"end {what}"):
-            dist.all_to_all_single(rows, out, group=self.group)
-            told: IntArray = rows.cpu().numpy()
-        return told
+            self._sent.copy_(self._rows)
+            dist.all_to_all_single(self._received, self._sent, group=self.group)
+            self._rows.copy_(self._received)
 
-    def reduce_sum(self, array: IntegerArray) -> None:
-        """Add up an array over all ranks, in place; a collective call."""
-        self._reduce(array, dist.ReduceOp.SUM)
+    def reduce_sum(self, told: Facts) -> None:
+        """Add up the array of the phase before over all ranks, in place; a collective call."""
+        self._reduce(told, dist.ReduceOp.SUM)
 
-    def reduce_max(self, array: IntegerArray) -> None:
-        """Take the maximum of each element over all ranks, in place; a collective call."""
-        self._reduce(array, dist.ReduceOp.MAX)
+    def reduce_max(self, told: Facts) -> None:
+        """Take the maximum of each element of it over all ranks; a collective call."""
+        self._reduce(told, dist.ReduceOp.MAX)
 
-    def _reduce(self, array: IntegerArray, op: dist.ReduceOp.RedOpType) -> None:
-        if not array.size:
+    def _reduce(self, told: Facts, op: dist.ReduceOp.RedOpType) -> None:
+        if not told.array.size:
             return  # on all ranks alike
-        tensor = torch.from_numpy(array).to(self.device)
         with self._waiting("say which bytes they need"):
-            dist.all_reduce(tensor, op=op, group=self.group)
-            array[...] = tensor.cpu().numpy()
+            dist.all_reduce(told.tensor, op=op, group=self.group)
+            torch.from_numpy(told.array).copy_(told.tensor)
+
+    def compute_once(self, compute: Callable[[], Value], *, what: str) -> Value:
+        """What the first rank computes, on all ranks; a collective call.
+
+        Args:
+            compute: Called on the first rank only. What it returns is pickled.
+            what: What it does, for the errors.
+
+        Raises:
+            BaseException: What `compute` raised, on the first rank.
+            PeerFailedError: Another rank failed.
+        """
+        pickled = io.BytesIO()
+        with self.phase(what) as told:
+            if self.rank == 0:
+                pickle.dump(compute(), pickled)
+            told.own = (pickled.tell(),)
+        with self.phase(f"making room for the outcome of {what}"):
+            message = torch.empty(int(told.all[0, 0]), dtype=torch.uint8, device=self.device)
+            if self.rank == 0:
+                message.copy_(torch.frombuffer(pickled.getbuffer(), dtype=torch.uint8))
+        with self._waiting(f"receive the outcome of {what}"):
+            dist.broadcast(message, group_src=0, group=self.group)
+        contents: Any = message.cpu().numpy()
+        value: Value = pickle.loads(contents)  # noqa: S301  of a peer, not of a file
+        return value
 
     def exchange_rows(
         self, outgoing: Sequence[IntArray], told: Facts, *, what: str
@@ -164,13 +214,12 @@ class Lockstep:
             what: What is exchanged, for the errors.
         """
         with self.phase(f"making room for {what}"):
+            splits_in, splits_out = list(told.counts_in), list(told.counts)
             flat = torch.from_numpy(np.concatenate(outgoing)).to(self.device)
             received = flat.new_empty((sum(told.counts_in), flat.shape[1]))
             rows: IntArray = np.empty(tuple(received.shape), dtype=np.int64)
         with self._waiting(f"send {what}"):
-            dist.all_to_all_single(
-                received, flat, list(told.counts_in), list(told.counts), group=self.group
-            )
+            dist.all_to_all_single(received, flat, splits_in, splits_out, group=self.group)
             torch.from_numpy(rows).copy_(received)
         return np.split(rows, np.cumsum(told.counts_in)[:-1])
 
@@ -178,16 +227,14 @@ class Lockstep:
         self,
         received: torch.Tensor,
         sent: torch.Tensor,
-        splits_in: Sequence[int],
-        splits_out: Sequence[int],
+        splits_in: list[int],
+        splits_out: list[int],
         *,
         what: str,
     ) -> None:
         """Send consecutive parts of a buffer to the ranks, and fill another; a collective call."""
         with self._waiting(f"send {what}"):
-            dist.all_to_all_single(
-                received, sent, list(splits_in), list(splits_out), group=self.group
-            )
+            dist.all_to_all_single(received, sent, splits_in, splits_out, group=self.group)
             if received.is_cuda:
                 # Buffers are used again, and an error should be raised here.
                 torch.cuda.current_stream(received.device).synchronize()

@@ -14,6 +14,10 @@ Verify = Literal["available", "required", "off"]
 
 _MAX_REQUEST_BYTES = 8 * 2**20
 _MIN_REQUEST_BYTES = 64 * 2**10
+# Ranks tell each other these as integers of 64 bits.
+_TOLD = ("memory_budget", "whole_item_bytes", "shared_item_bytes", "block_bytes", "auto_bytes")
+_MOST = 2**62
+_MOST_RATIO = 2.0**32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +128,9 @@ class ReaderOptions:
             raise ValueError(f"`block_bytes` must be a multiple of 64, got {self.block_bytes!r}")
         if not self.auto_ratio >= 1:
             raise ValueError(f"`auto_ratio` must be at least 1, got {self.auto_ratio!r}")
+        for name, most in (*((name, _MOST) for name in _TOLD), ("auto_ratio", _MOST_RATIO)):
+            if getattr(self, name) > most:
+                raise ValueError(f"`{name}` must be at most {most}, got {getattr(self, name)!r}")
         if self.max_request_bytes < _MIN_REQUEST_BYTES:
             raise ValueError(
                 f"`memory_budget` must be at least {2 * self.num_threads * _MIN_REQUEST_BYTES} for "

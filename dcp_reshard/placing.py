@@ -122,11 +122,11 @@ def find_items(
         found = [_known_row(number, numbering) for number in known.tolist()]
         mine = unknown[lockstep.rank :: lockstep.size].tolist()
         rows = _table(_probe(mine, numbering, source, options), numbering)
-        told.counts = [len(rows)] * lockstep.size
-    tables = [_table(found, numbering)]
+        outgoing = [rows] * lockstep.size
+        told.counts = [len(rows) for rows in outgoing]
+        tables = [_table(found, numbering)]
     if len(unknown):
-        what = "where large chunks lie"
-        tables += lockstep.exchange_rows([rows] * lockstep.size, told, what=what)
+        tables += lockstep.exchange_rows(outgoing, told, what="where large chunks lie")
     return needed, tables
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_reshard.catalog import Catalog
-from dcp_reshard.errors import InconsistentRanksError
+from dcp_reshard.errors import InconsistentRanksError, PlanError
 from dcp_reshard.storage import ByteSource, read_bytes
 
 __all__ = ["PlanDigest", "check_digests", "digest_plan"]
@@ -39,11 +39,16 @@ class PlanDigest:
     num_items: int
     """Number of read items."""
 
+    num_peers: int
+    """Number of ranks of the reader's process group; 1 if this rank is in none."""
+
     num_ranks: int = 0
     """Number of ranks that take part in the load; 0 until the coordinator has counted them."""
 
 
-def digest_plan(plan: LoadPlan, catalog: Catalog, *, source: ByteSource, way: str) -> PlanDigest:
+def digest_plan(
+    plan: LoadPlan, catalog: Catalog, *, source: ByteSource, way: str, num_peers: int
+) -> PlanDigest:
     """The digest of a plan; reads a few bytes of the metadata files.
 
     Raises:
@@ -52,7 +57,8 @@ def digest_plan(plan: LoadPlan, catalog: Catalog, *, source: ByteSource, way: st
     keys = hashlib.blake2b(digest_size=16)
     for fqn in sorted({item.dest_index.fqn for item in plan.items}):
         keys.update(fqn.encode(errors="surrogatepass") + b"\0")
-    return PlanDigest(_fingerprint(catalog, source), keys.hexdigest(), way, len(plan.items))
+    fingerprint = _fingerprint(catalog, source)
+    return PlanDigest(fingerprint, keys.hexdigest(), way, len(plan.items), num_peers)
 
 
 def _fingerprint(catalog: Catalog, source: ByteSource) -> str:
@@ -69,20 +75,30 @@ def _fingerprint(catalog: Catalog, source: ByteSource) -> str:
     return digest.hexdigest()
 
 
-def check_digests(digests: Sequence[PlanDigest], *, require_same_keys: bool) -> None:
+def check_digests(
+    digests: Sequence[PlanDigest], *, require_same_keys: bool, require_peers: bool
+) -> None:
     """Check that the ranks load the same.
 
     Args:
         digests: One for each rank.
         require_same_keys: Whether all have to ask for the same keys.
+        require_peers: Whether the process groups of all readers have to be these ranks.
 
     Raises:
         InconsistentRanksError: They do not; the error names the ranks.
+        PlanError: A process group has more ranks, or fewer.
     """
     _check_equal("metadata of the checkpoint", [digest.metadata for digest in digests])
     _check_equal("mode, verification or process group", [digest.way for digest in digests])
     if require_same_keys:
         _check_equal("keys asked for", [digest.keys for digest in digests])
+    others = {digest.num_peers for digest in digests} - {len(digests)}
+    if require_peers and others:
+        raise PlanError(
+            f"{len(digests)} ranks take part in the load, but the reader's process group has "
+            f"{max(others)}"
+        )
 
 
 def _check_equal(what: str, digests: Sequence[str]) -> None:

@@ -40,7 +40,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_reshard.catalog import Catalog, CatalogSource
-from dcp_reshard.collectives import compute_once
 from dcp_reshard.errors import PlanError
 from dcp_reshard.garbage import paused_gc
 from dcp_reshard.job_read import JobRead
@@ -113,6 +112,7 @@ class ReshardStorageReader(StorageReader):
             self._checkpoint = checkpoint_id
         self.stats = ReadStats()
         self._source: CountingSource | None = None
+        self._lockstep: Lockstep | None = None
         self._items: Sequence[ReadItem] = ()
         self._own: Catalog | None = None
         self._load_id = str(uuid.uuid4())
@@ -144,6 +144,7 @@ class ReshardStorageReader(StorageReader):
         started = time.perf_counter()
         self.stats = ReadStats()
         self._source = None
+        self._lockstep = None
         self.waiting_for = "read the metadata"
         group = self.process_group
         try:
@@ -151,7 +152,11 @@ class ReshardStorageReader(StorageReader):
                 catalog = self._read_catalog()
             else:
                 # No rank may fail before this call: the others would wait in it.
-                catalog = compute_once(self._read_catalog, group=group)
+                self._lockstep = Lockstep(group, self._wait_for)
+                with self._lockstep.held_interrupts():
+                    catalog = self._lockstep.compute_once(
+                        self._read_catalog, what="reading the metadata"
+                    )
         except Exception as error:
             return broken_metadata(to_portable(error))
         self.stats.seconds["metadata"] = time.perf_counter() - started
@@ -193,7 +198,15 @@ class ReshardStorageReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Keep the plan here, and send a digest of it instead."""
         assert self._source is not None
-        digest = digest_plan(plan, self._catalog, source=self._source, way=self._way())
+        # If there is no memory for it, torch tells the other ranks: none waits for this one yet.
+        self._lockstep = self._lockstep or self._find_peers()
+        digest = digest_plan(
+            plan,
+            self._catalog,
+            source=self._source,
+            way=self._way(),
+            num_peers=1 if self._lockstep is None else self._lockstep.size,
+        )
         self.waiting_for = "make their plans"
         if not self.options.keep_plan_local:
             return replace(plan, storage_data=digest)
@@ -213,9 +226,15 @@ class ReshardStorageReader(StorageReader):
         Raises:
             InconsistentRanksError: Ranks see different checkpoints (or ask for different keys, if
                 that is not allowed); the error reaches all ranks.
+            PlanError: The reader's process group is not that of the load.
         """
         digests = [plan.storage_data for plan in plans]
-        check_digests(digests, require_same_keys=self.options.require_same_keys)
+        check_digests(
+            digests,
+            require_same_keys=self.options.require_same_keys,
+            require_peers=len(plans) > 1
+            and (self.process_group is not None or self.mode == "cooperative"),
+        )
         return [
             replace(plan, storage_data=replace(digest, num_ranks=len(plans)))
             for plan, digest in zip(plans, digests, strict=True)
@@ -233,7 +252,7 @@ class ReshardStorageReader(StorageReader):
         """
         assert self._source is not None
         self.waiting_for = "read their parts"
-        lockstep = self._find_peers(plan)
+        lockstep = self._choose_peers(plan)
         started = time.perf_counter()
         wanted = Wanted(self._catalog, planner, self._own)
         job = JobRead(
@@ -266,25 +285,29 @@ class ReshardStorageReader(StorageReader):
         future.set_result(None)
         return future
 
-    def _find_peers(self, plan: LoadPlan) -> Lockstep | None:
+    def _find_peers(self) -> Lockstep | None:
+        """The ranks that may read together; None if there are no others."""
+        if not dist.is_available() or not dist.is_initialized():
+            return None
+        if dist.get_world_size(self.process_group) <= 1:
+            return None
+        return Lockstep(self.process_group, self._wait_for)
+
+    def _choose_peers(self, plan: LoadPlan) -> Lockstep | None:
         """The ranks that this one reads together with; None if it reads alone."""
         num_ranks = plan.storage_data.num_ranks if isinstance(plan.storage_data, PlanDigest) else 1
-        if num_ranks == 1 or (self.mode == "direct" and self.options.verify == "off"):
+        step = self._lockstep
+        alone = num_ranks == 1 or (self.mode == "direct" and self.options.verify == "off")
+        if alone or step is None:
             return None
-        size = dist.get_world_size(self.process_group)
-        if size == num_ranks:
-            return Lockstep(self.process_group, self._wait_for)
-        if self.process_group is not None or self.mode == "cooperative":
-            its = f"has {size}" if size > 0 else "does not have this one"
-            raise PlanError(
-                f"{num_ranks} ranks take part in the load, but the reader's process group {its}"
-            )
+        if step.size == num_ranks:
+            return step
         # `dcp.load(process_group=...)` does not tell the reader which group it is.
         logger.info(
             "the load runs on %d of %d ranks: give the reader its process group, so that parts of "
             "records read by several ranks can be verified together",
             num_ranks,
-            size,
+            step.size,
         )
         return None
 

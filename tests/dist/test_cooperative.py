@@ -24,6 +24,7 @@ from dcp_reshard import (
     ReshardLoadPlanner,
     ReshardStorageReader,
     cooperative,
+    lockstep,
     verdict,
 )
 from dcp_reshard.options import RetryPolicy
@@ -329,6 +330,34 @@ def test_any_exception_in_any_phase(saved: str, phase: str) -> None:
         told = check_outcomes(outcomes)
         assert type(EXCEPTIONS[kind]()).__name__ in told or kind == "os", kind
         assert "told to fail" in told or kind in ("no text", "bytes"), kind
+
+
+def load_with_full_device(rank: int, path: str) -> list[dict[int, str]]:
+    """On one rank each use of the device that messages are in fails once, in a load of its own."""
+    real, uses, outcomes = lockstep.collective_device, 0, []
+
+    def collective_device(group: Any) -> torch.device:
+        nonlocal uses
+        uses += 1
+        if rank == VICTIM and uses == len(outcomes) + 1:
+            raise torch.OutOfMemoryError("told to fail")
+        return real(group)
+
+    lockstep.collective_device = collective_device  # type: ignore[attr-defined]
+    while not outcomes or outcomes[-1]:
+        uses = 0
+        outcomes.append(catch_failing(rank, path, "none", "none"))
+    return outcomes
+
+
+def test_a_device_that_is_full_at_any_time(saved: str) -> None:
+    """Wherever memory for messages is taken, all ranks are told that there was none."""
+    *failed, loaded = zip(*gloo_world(3, load_with_full_device, saved), strict=True)
+    assert loaded == ({}, {}, {})
+    assert len(failed) > 10
+    for outcomes in failed:
+        assert all(outcome == outcomes[0] for outcome in outcomes)
+        assert outcomes[0][VICTIM] == "OutOfMemoryError: told to fail"
 
 
 def load_interrupted(rank: int, path: str, phase: str) -> str:

@@ -156,7 +156,6 @@ def test_a_reader_with_another_group_than_the_load_is_refused(tmp_path: Path) ->
     dcp.save({"w": indexed_tensor((257, 130))}, checkpoint_id=tmp_path)
     for message in gloo_world(3, load_with_other_group, str(tmp_path)):
         assert "3 ranks take part in the load, but the reader's process group has 2" in message
-        assert "3 ranks take part in the load, but the reader's process group does not" in message
 
 
 def load_different(rank: int, path: str) -> list[str]:

@@ -36,6 +36,9 @@ MIB = 2**20
         ({"threads": 4, "memory_budget": 8 * 64 * 1024 - 1}, "must be at least 524288 for 4 thr"),
         ({"memory_budget": 0}, "`memory_budget` must be at least"),
         ({"memory_budget": -1}, "`memory_budget` must be at least"),
+        ({"memory_budget": 2**63}, "`memory_budget` must be at most 4611686018427387904, got 92"),
+        ({"auto_bytes": 10**20}, "`auto_bytes` must be at most 4611686018427387904, got 10000"),
+        ({"auto_ratio": math.inf}, "`auto_ratio` must be at most 4294967296.0, got inf"),
     ],
 )
 def test_values_that_make_no_sense_are_refused(fields: dict[str, Any], message: str) -> None:
