@@ -123,7 +123,9 @@ def load(
             # A rank that left here would leave the others waiting.
             used = DeferredPlanner(_raise(error))
         with own_errors(
-            group=reader.process_group, waiting_for=lambda: f"all ranks to {reader.waiting_for}"
+            group=reader.process_group,
+            waiting_for=lambda: f"all ranks to {reader.waiting_for}",
+            destination=reader.destination,
         ):
             load_state_dict(
                 values,

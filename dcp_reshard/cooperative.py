@@ -94,9 +94,6 @@ class CooperativeRead:
     lockstep: Lockstep
     """The ranks."""
 
-    on_progress: Callable[[int, int], None] | None
-    """Called with bytes done and bytes in all."""
-
     objects: dict[str, bytes] = field(default_factory=dict)
     """Items of the objects wanted, by key."""
 
@@ -127,9 +124,10 @@ class CooperativeRead:
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds in which windows were read, and pieces exchanged."""
 
-    _exchange: Exchange = field(init=False)
+    _numbering: Numbering | None = field(default=None, init=False)
+    _exchange: Exchange | None = field(default=None, init=False)
 
-    def survey(self, parts: Sequence[WantedPart], objects: Sequence[StoredObject]) -> Survey:
+    def survey(self, parts: Sequence[WantedPart], objects: Sequence[StoredObject] = ()) -> Survey:
         """Add up what all ranks want; a collective call.
 
         Raises:
@@ -138,7 +136,7 @@ class CooperativeRead:
         """
         with self.lockstep.phase("listing what it wants") as told:
             told.own = Limits.from_options(self.options)
-            numbering = number_items(self.catalog)
+            numbering = self._numbering = self._numbering or number_items(self.catalog)
             wants = [*_tensor_wants(parts, numbering), *_object_wants(objects, numbering)]
             requests = Requests.make(
                 [(w.number, w.offsets, tuple(w.dest.shape)) for w in wants],
@@ -148,8 +146,14 @@ class CooperativeRead:
         self.lockstep.reduce_sum(told)
         return Survey(wants, requests, numbering, shares, Limits(*told.all.min(axis=0).tolist()))
 
-    def run(self, survey: Survey) -> None:
+    def run(self, survey: Survey, *, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Fill the destinations of all parts, and get the items of all objects; a collective call.
+
+        What was read and counted is in the fields once `take_results` has been called.
+
+        Args:
+            survey: What all ranks want.
+            on_progress: Called with bytes done and bytes in all.
 
         Raises:
             StorageError: Bytes could not be read.
@@ -157,6 +161,9 @@ class CooperativeRead:
             DtypeMismatchError: A cast overflowed.
             PeerFailedError: Another rank failed.
         """
+        self._exchange = None
+        if not survey.shares.any():  # on all ranks alike
+            return
         step, numbering, limits = self.lockstep, survey.numbering, survey.limits
         needed, tables = find_items(
             survey.shares,
@@ -173,7 +180,7 @@ class CooperativeRead:
         if len(index.placed):
             step.reduce_max(told)
         self._exchange = self._plan_exchange(survey, index, marks.view(np.bool_))
-        self._exchange.run()
+        self._exchange.run(on_progress)
 
     def _plan_exchange(
         self, survey: Survey, index: TapeIndex, needed: npt.NDArray[np.bool_]
@@ -227,23 +234,26 @@ class CooperativeRead:
                 for pieces, ranks in ((wanted, owners), (given, sources[given.requests]))
             )
             reader = WindowReader(self.source, index, domains, self.options)
-        return Exchange(step, reader, mine, survey.wants, incoming, asked, going, self.on_progress)
+        return Exchange(step, reader, mine, survey.wants, incoming, asked, going)
 
     def take_results(self) -> None:
-        """Fill the fields with what `run` has read and counted."""
+        """Add to the fields what the latest `run` has read and counted."""
         exchange = self._exchange
-        self.records = exchange.reader.records
-        self.chunks_read_whole = exchange.reader.read_whole
-        self.rereads = exchange.reader.rereads
-        self.rounds = len(exchange.rounds)
-        self.buffer_bytes = exchange.buffer_bytes
-        for index in range(self.rounds):
-            self.bytes_sent += sum(exchange.outgoing.travelling(index))
-            self.bytes_received += sum(exchange.incoming.travelling(index))
-        self.seconds = {
-            "read in rounds": exchange.read_seconds,
-            "exchange": exchange.exchange_seconds,
-        }
+        if exchange is None:
+            return
+        self.records |= exchange.reader.records
+        self.chunks_read_whole += exchange.reader.read_whole
+        self.rereads += exchange.reader.rereads
+        rounds = range(len(exchange.rounds))
+        self.rounds += len(rounds)
+        self.buffer_bytes = max(self.buffer_bytes, exchange.buffer_bytes)
+        self.bytes_sent += sum(sum(exchange.outgoing.travelling(i)) for i in rounds)
+        self.bytes_received += sum(sum(exchange.incoming.travelling(i)) for i in rounds)
+        for name, seconds in (
+            ("read in rounds", exchange.read_seconds),
+            ("exchange", exchange.exchange_seconds),
+        ):
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         for want in exchange.wants:
             if want.number >= exchange.reader.index.numbering.num_chunks:
                 self.objects[want.fqn] = want.dest.numpy().tobytes()

@@ -89,7 +89,6 @@ def _check_cast(fqn: str, source: torch.Tensor, cast: torch.Tensor) -> None:
     if bool(lost.any()):
         raise DtypeMismatchError(
             f"tensor `{fqn}`: {int(lost.sum())} values of {source.dtype} do not fit into "
-            f"{cast.dtype}, the first is {wide[lost][0].item()!r}; the destination is undefined "
-            f"now",
+            f"{cast.dtype}, the first is {wide[lost][0].item()!r}",
             fqn=fqn,
         )

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
+from dcp_reshard.destination import before_writing
 from dcp_reshard.garbage import paused_gc
-from dcp_reshard.portable import portable
 
 __all__ = ["DeferredPlanner", "read_now"]
 
@@ -29,6 +29,9 @@ _SHARED = (int, float, str, tuple, type(None))
 
 class DeferredPlanner(LoadPlanner):
     """Makes a state dict and a planner from the metadata, and leaves the rest to that planner."""
+
+    fills_own_memory = True
+    """Tells the reader that what it fills is not the caller's."""
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class DeferredPlanner(LoadPlanner):
         """As the planner does; see `ReshardLoadPlanner`."""
         return bool(getattr(self.planner, "checks_objects", False))
 
-    @portable
+    @before_writing
     @paused_gc()
     def set_up_planner(
         self,
@@ -86,6 +89,12 @@ class DeferredPlanner(LoadPlanner):
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         """As the planner does."""
         return self.planner.finish_plan(central_plan)
+
+    def commit_plan(self) -> None:
+        """As the planner does, if it has to."""
+        commit_plan: Callable[[], None] | None = getattr(self.planner, "commit_plan", None)
+        if commit_plan is not None:
+            commit_plan()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """As the planner does."""

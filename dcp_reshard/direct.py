@@ -84,7 +84,7 @@ class DirectRead:
         # Contents are put into rows, and these may be copied once more: three times in all.
         self._small = SmallChunks(self.options.memory_budget // 8)
 
-    def run(self, parts: Sequence[WantedPart], objects: Sequence[StoredObject]) -> None:
+    def run(self, parts: Sequence[WantedPart], objects: Sequence[StoredObject] = ()) -> None:
         """Read all parts into their destinations, and the items of all objects.
 
         Raises:
@@ -92,6 +92,7 @@ class DirectRead:
             CheckpointFormatError: An item is not what the metadata say.
             DtypeMismatchError: A cast overflowed.
         """
+        self._large, self._unknown = [], []
         chunks: dict[Item, list[WantedPart]] = {}
         known: list[WantedPart] = []
         for part in parts:

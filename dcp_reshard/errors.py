@@ -54,6 +54,8 @@ class ReshardError(Exception):
         file: The file concerned, if there is one.
         start: First byte concerned, relative to the file.
         end: One past the last byte concerned.
+        destination: What a load that failed has left of its destination: ``"untouched"`` or
+            ``"undefined now"``; None if there is no load. It is the end of the text.
 
     Example:
         >>> error = ReshardError("tensor `w`: too short", fqn="w", file="__0_0.distcp")
@@ -84,10 +86,13 @@ class ReshardError(Exception):
         self.file = file
         self.start = start
         self.end = end
+        self.destination: str | None = None
 
     def __str__(self) -> str:
-        """The message alone: `KeyError` would print its repr, `OSError` may add an errno."""
-        return str(self.args[0])
+        """The message: `KeyError` would print its repr, `OSError` may add an errno."""
+        if self.destination is None:
+            return str(self.args[0])
+        return f"{self.args[0]}; the destination is {self.destination}"
 
 
 class CheckpointFormatError(ReshardError, ValueError):

@@ -82,9 +82,6 @@ class Exchange:
     outgoing: Messages
     """Pieces of these."""
 
-    on_progress: Callable[[int, int], None] | None
-    """Called with bytes of pieces put into place, and in all."""
-
     read_seconds: float = 0.0
     """Time in which windows were read."""
 
@@ -100,8 +97,11 @@ class Exchange:
     _own: list[tuple[Place, torch.Tensor]] = field(default_factory=list, init=False)
     _done: int = field(default=0, init=False)
 
-    def run(self) -> None:
+    def run(self, on_progress: Callable[[int, int], None] | None) -> None:
         """Do all rounds.
+
+        Args:
+            on_progress: Called with bytes of pieces put into place, and in all.
 
         Raises:
             StorageError: Bytes could not be read.
@@ -118,7 +118,7 @@ class Exchange:
                         self._make_buffers()
                         pending = pool.submit(self._read, index)
                     else:
-                        self._scatter(index - 1)
+                        self._scatter(index - 1, on_progress)
                     window = pending.result()
                     if index + 1 < count:
                         pending = pool.submit(self._read, index + 1)
@@ -132,7 +132,7 @@ class Exchange:
                 self.exchange_seconds += time.perf_counter() - started
             with self.lockstep.phase("copying what it has received"):
                 if count:
-                    self._scatter(count - 1)
+                    self._scatter(count - 1, on_progress)
 
     def _make_buffers(self) -> None:
         device = self.lockstep.device
@@ -179,7 +179,7 @@ class Exchange:
             if wanted is not None:
                 self._own.append((wanted, self._send[place.start : place.start + place.nbytes]))
 
-    def _scatter(self, index: int) -> None:
+    def _scatter(self, index: int, on_progress: Callable[[int, int], None] | None) -> None:
         total = int(self.incoming.splits.sum())
         received = sum(self.incoming.travelling(index))
         pieces = [
@@ -200,8 +200,8 @@ class Exchange:
         if self._receive.is_cuda or any(want.dest.is_cuda for want in self.wants):
             # The copies must have ended before the buffers are used again.
             torch.cuda.synchronize()
-        if self.on_progress is not None and total:
-            self.on_progress(self._done, total)
+        if on_progress is not None and total:
+            on_progress(self._done, total)
 
     def _copy_bytes(self, place: Place, views: Sequence[torch.Tensor]) -> bool:
         """Copy the bytes of a piece into place, if that is all there is to do."""

@@ -2,18 +2,22 @@
 
 Alone, a rank reads for itself. Together with others it first agrees that all of them know what they
 want; then they choose how to read (`choice`), and read: each for itself (`direct`), or each byte
-once for all (`cooperative`). Then the checksums are compared (`verdict`). If any of that fails on
-one rank, all are told.
+once for all (`cooperative`). In both ways values that are not tensors come first, and are checked:
+nothing is written before all ranks have agreed that theirs fit. Then the checksums are compared
+(`verdict`). If any of that fails on one rank, all are told.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
-from dcp_reshard.catalog import Catalog, StoredObject
+import numpy as np
+
+from dcp_reshard.catalog import Catalog
 from dcp_reshard.choice import (
     Choice,
     choose_by_bytes,
@@ -22,13 +26,14 @@ from dcp_reshard.choice import (
     find_place,
 )
 from dcp_reshard.cooperative import CooperativeRead, Survey
+from dcp_reshard.destination import Destination
 from dcp_reshard.direct import DirectRead
 from dcp_reshard.domains import IntArray
 from dcp_reshard.errors import PeerFailedError
-from dcp_reshard.lockstep import Lockstep
+from dcp_reshard.lockstep import Facts, Lockstep
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.outcome import leave_note
-from dcp_reshard.parts import WantedPart
+from dcp_reshard.parts import ReadList
 from dcp_reshard.report import Cooperation
 from dcp_reshard.storage import CountingSource
 from dcp_reshard.verdict import Verdict, check_records
@@ -37,7 +42,8 @@ __all__ = ["JobRead", "ReadResult"]
 
 logger = logging.getLogger(__name__)
 
-_Resolve = Callable[[], tuple[Sequence[WantedPart], Sequence[StoredObject]]]
+_Phase = Callable[[str], AbstractContextManager[Facts]]
+_Resolve = Callable[[], tuple[ReadList, ReadList]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,13 +85,18 @@ class JobRead:
     on_progress: Callable[[int, int], None] | None
     """Called with bytes done and bytes in all."""
 
-    def run(self, resolve: _Resolve, *, own: _Resolve) -> ReadResult:
+    check_values: Callable[[Mapping[str, bytes]], None]
+    """Called when all values are at hand, with items of objects by key. May fail."""
+
+    destination: Destination
+    """Told before anything is written."""
+
+    def run(self, resolve: _Resolve) -> ReadResult:
         """Read, and compare checksums; a collective call, unless this rank reads alone.
 
         Args:
-            resolve: Gives the parts and objects that this rank wants. May fail.
-            own: Called after it, gives those that only this rank can want where they are: these it
-                reads directly, however the ranks read the others.
+            resolve: Tells what this rank wants, and what only it can want where that is: this it
+                reads directly, however the ranks read the rest. May fail.
 
         Raises:
             StorageError: Bytes could not be read.
@@ -93,38 +104,18 @@ class JobRead:
             DtypeMismatchError: A cast overflowed.
             PeerFailedError: Another rank failed.
         """
-        apart = DirectRead(self.source, self.catalog, self.options, None)
-
-        def resolve_all() -> tuple[Sequence[WantedPart], Sequence[StoredObject]]:
-            parts, objects = resolve()
-            if any(own()):
-                # Here, where the others are told of a failure.
-                self._read_and_close(apart, *own())
-            return parts, objects
-
         if self.lockstep is None:
-            direct = DirectRead(self.source, self.catalog, self.options, self.on_progress)
-            self._read_and_close(direct, *resolve_all())
-            cooperation = Cooperation(mode="direct", reason="this rank reads alone")
-            return self._check(direct, apart, cooperation)
+            return self._check(*self._read_directly(_alone, resolve, "this rank reads alone"))
         try:
             with self.lockstep.held_interrupts():
-                read, cooperation = self._run_together(self.lockstep, resolve_all)
-                return self._check(read, apart, cooperation)
+                return self._check(*self._run_together(self.lockstep, resolve))
         except PeerFailedError as error:
             if error.__cause__ is not None:  # a collective call has failed
                 leave_note()
             raise
 
-    def _check(
-        self, read: DirectRead | CooperativeRead, apart: DirectRead, cooperation: Cooperation
-    ) -> ReadResult:
+    def _check(self, read: DirectRead | CooperativeRead, cooperation: Cooperation) -> ReadResult:
         started = time.perf_counter()
-        read.objects |= apart.objects
-        read.records |= apart.records
-        read.chunks_read_whole += apart.chunks_read_whole
-        read.bytes_direct += apart.bytes_direct
-        read.rereads += apart.rereads
         verdict = check_records(
             read.records, self.catalog, verify=self.options.verify, lockstep=self.lockstep
         )
@@ -136,32 +127,38 @@ class JobRead:
         resolve: _Resolve,
     ) -> tuple[DirectRead | CooperativeRead, Cooperation]:
         if self.mode == "direct":
-            return self._read_directly(lockstep, resolve, "asked for")
+            return self._read_directly(lockstep.phase, resolve, "asked for")
         with lockstep.phase("finding out what it wants") as told:
-            parts, objects = resolve()
+            wanted, own = resolve()
             told.own = find_place(self.source)
-        read = CooperativeRead(self.source, self.catalog, self.options, lockstep, self.on_progress)
+        read = CooperativeRead(self.source, self.catalog, self.options, lockstep)
         choice = choose_by_place(told.all)
         if self.mode == "cooperative":
             choice = Choice("cooperative", "asked for")
         survey = None
         if choice is None or choice.mode == "cooperative":
-            survey = read.survey(parts, objects)
+            survey = read.survey(wanted.tensors)
         if choice is None:
             assert survey is not None
-            choice = self._choose(lockstep, told.all, parts, objects, survey)
+            choice = self._choose(lockstep, told.all, wanted, survey)
         logger.info("reading in mode %r: %s", choice.mode, choice.reason)
         if choice.mode == "direct" or survey is None:
-            return self._read_directly(lockstep, lambda: (parts, objects), choice.reason)
-        try:
-            read.run(survey)
-        except BaseException:
-            self.source.close()
-            raise
-        with lockstep.phase("closing its files") as told:
-            read.take_results()
-            self.source.close()
-            told.own = (self.source.bytes_read,)
+            return self._read_directly(lockstep.phase, lambda: (wanted, own), choice.reason)
+        apart = DirectRead(self.source, self.catalog, self.options, None)
+        with self._closed_after_failure():
+            read.run(read.survey(wanted.values, wanted.objects))
+            with lockstep.phase("checking the values that are not tensors"):
+                read.take_results()
+                apart.run(own.values, own.objects)
+                self.check_values(read.objects | apart.objects)
+            self.destination.touched = True
+            read.run(survey, on_progress=self.on_progress)
+            with lockstep.phase("closing its files") as told:
+                read.take_results()
+                apart.run(own.tensors)
+                self.source.close()
+                told.own = (self.source.bytes_read,)
+        _add(read, apart)
         return read, Cooperation(
             mode="cooperative",
             reason=choice.reason,
@@ -176,41 +173,59 @@ class JobRead:
         self,
         lockstep: Lockstep,
         places: IntArray,
-        parts: Sequence[WantedPart],
-        objects: Sequence[StoredObject],
+        wanted: ReadList,
         survey: Survey,
     ) -> Choice:
         with lockstep.phase("estimating what it would read") as told:
             percent, unique_bytes = round(100 * self.options.auto_ratio), survey.unique_bytes
-            wanted = estimate_bytes(parts, objects, self.options)
-            told.own = (wanted, percent, self.options.auto_bytes)
+            nbytes = estimate_bytes(wanted.tensors, (), self.options)
+            told.own = (nbytes, percent, self.options.auto_bytes)
         # Alike on all ranks, although their options may differ.
         _, percent, least = told.all.max(axis=0).tolist()
         options = replace(self.options, auto_ratio=percent / 100, auto_bytes=least)
         return choose_by_bytes(places, told.all[:, 0], unique_bytes=unique_bytes, options=options)
 
     def _read_directly(
-        self,
-        lockstep: Lockstep,
-        resolve: _Resolve,
-        reason: str,
+        self, phase: _Phase, resolve: _Resolve, reason: str
     ) -> tuple[DirectRead, Cooperation]:
         read = DirectRead(self.source, self.catalog, self.options, self.on_progress)
-        with lockstep.phase("reading its parts") as told:
-            self._read_and_close(read, *resolve())
-            told.own = (self.source.bytes_read,)
-        imbalance = _imbalance(told.all[:, 0])
-        return read, Cooperation(mode="direct", reason=reason, imbalance=imbalance)
+        with self._closed_after_failure():
+            with phase("reading the values that are not tensors"):
+                wanted, own = resolve()
+                read.run(wanted.values + own.values, wanted.objects + own.objects)
+                self.check_values(read.objects)
+            self.destination.touched = True
+            with phase("reading its parts") as told:
+                read.run(wanted.tensors + own.tensors)
+                self.source.close()
+                told.own = (self.source.bytes_read,)
+        return read, Cooperation(mode="direct", reason=reason, imbalance=_imbalance(told.all[:, 0]))
 
-    def _read_and_close(
-        self, read: DirectRead, parts: Sequence[WantedPart], objects: Sequence[StoredObject]
-    ) -> None:
+    @contextmanager
+    def _closed_after_failure(self) -> Iterator[None]:
         try:
-            read.run(parts, objects)
-        finally:
-            # Also after a failure: a job that tries again must not run out of descriptors. That a
-            # file has changed explains most other errors, so it may take their place.
+            yield
+        except BaseException:
+            # A job that tries again must not run out of descriptors. That a file has changed
+            # explains most other errors, so it may take their place.
             self.source.close()
+            raise
+
+
+@contextmanager
+def _alone(_: str) -> Iterator[Facts]:
+    """A phase of a rank that reads alone."""
+    told = Facts()
+    yield told
+    told.all = np.array([told.own], dtype=np.int64)
+
+
+def _add(read: CooperativeRead, apart: DirectRead) -> None:
+    read.objects |= apart.objects
+    read.records |= apart.records
+    read.chunks_read_whole += apart.chunks_read_whole
+    read.bytes_direct += apart.bytes_direct
+    read.rereads += apart.rereads
 
 
 def _imbalance(bytes_read: IntArray) -> float:

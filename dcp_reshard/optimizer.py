@@ -111,6 +111,7 @@ def load_sharded_optimizer_state_dict(
     with own_errors(
         group=None if alone else (group or dist.group.WORLD),
         waiting_for=lambda: f"all ranks to {getattr(storage_reader, 'waiting_for', 'go on')}",
+        destination=getattr(storage_reader, "destination", None),
     ):
         load_state_dict(
             {},

@@ -124,7 +124,9 @@ def load_optimizer(
         )
         planner = DeferredPlanner(load.plan)
         with own_errors(
-            group=reader.process_group, waiting_for=lambda: f"all ranks to {reader.waiting_for}"
+            group=reader.process_group,
+            waiting_for=lambda: f"all ranks to {reader.waiting_for}",
+            destination=reader.destination,
         ):
             load_state_dict(
                 {},

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import Store
 
 from dcp_reshard._torch import default_store
+from dcp_reshard.destination import Destination
 from dcp_reshard.errors import PeerFailedError, ReshardError
 from dcp_reshard.portable import STOPS
 
@@ -40,13 +41,17 @@ _SHOWN_RANKS = 16
 
 @contextmanager
 def own_errors(
-    *, group: dist.ProcessGroup | None, waiting_for: Callable[[], str]
+    *,
+    group: dist.ProcessGroup | None,
+    waiting_for: Callable[[], str],
+    destination: Destination | None = None,
 ) -> Iterator[None]:
     """Around a load by torch: raises what this rank's caller should see.
 
     Args:
         group: The ranks that load together; None if this process loads alone.
         waiting_for: Tells what this rank waits for in a collective call.
+        destination: What the load fills, if it is known whether that has been written to.
 
     Raises:
         PeerFailedError: A collective call has failed.
@@ -65,10 +70,12 @@ def own_errors(
         if group is None or isinstance(error, ReshardError):
             raise
         silent = find_silent_ranks(group)
-        raise PeerFailedError(
+        lost = PeerFailedError(
             f"a rank of the load has died, or did not answer in time, while this one waited for "
             f"{waiting_for()}; {_name(silent)} ({str(error).partition(chr(10))[0]:.500})"
-        ) from error
+        )
+        lost.destination = destination.state if destination is not None else None
+        raise lost from error
     else:
         return
     raise failure

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from dcp_reshard.catalog import StoredTensor
+from dcp_reshard.catalog import StoredObject, StoredTensor
 from dcp_reshard.crc import CrcPart
 
-__all__ = ["RecordUse", "WantedPart"]
+__all__ = ["ReadList", "RecordUse", "WantedPart"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +38,19 @@ class WantedPart:
             return chunk  # by far the most frequent case, and a view costs as much as the copy
         index = tuple(slice(o, o + s) for o, s in zip(self.offsets, self.dest.shape, strict=True))
         return chunk[index]
+
+
+class ReadList(NamedTuple):
+    """What a rank wants of the checkpoint."""
+
+    tensors: list[WantedPart]
+    """Parts that go straight to their destination."""
+
+    values: list[WantedPart]
+    """Tensors that are looked at before anything is written: they go to memory of their own."""
+
+    objects: list[StoredObject]
+    """Objects; these are looked at, too."""
 
 
 @dataclass(slots=True, eq=False)

@@ -4,14 +4,16 @@ It turns a `ReadPlan` into torch's `LoadPlan`. Each read item says where its par
 *global* tensor (the displaced index of torch's `_ReaderWithOffset`), and the planner resolves that
 back to a view of local memory, for any nesting and any number of boxes per tensor.
 
-Until the plan of this rank has succeeded, the caller's state dict is not touched.
+Until all ranks have planned, and have seen that the values which are not tensors fit, nothing of
+the caller's state dict is touched. A reader other than ours gives the values only when it gives the
+tensors.
 """
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +34,9 @@ from dcp_reshard._torch import (
 )
 from dcp_reshard.box import Box
 from dcp_reshard.catalog import Catalog
+from dcp_reshard.copying import copy_all
 from dcp_reshard.deferred import read_now
+from dcp_reshard.destination import before_writing
 from dcp_reshard.errors import CheckpointFormatError, LayoutError, PlanError
 from dcp_reshard.garbage import paused_gc
 from dcp_reshard.layout import LocalShard, TensorLayout, collect_layout
@@ -51,10 +55,11 @@ from dcp_reshard.template_groups import (
 )
 from dcp_reshard.torch_metadata import catalog_of, reader_of
 from dcp_reshard.values import (
+    Taken,
     check_object,
-    fill_with_number,
     is_number,
     merge_object,
+    number_as_tensor,
     set_value,
     to_number,
 )
@@ -80,7 +85,7 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
     plan: ReadPlan | None
 
     checks_objects = True
-    """Tells the reader that `load_bytes` runs nothing unless it was told to."""
+    """Tells the reader that `check_value` and `load_bytes` run nothing unless they were told to."""
 
     def __init__(
         self,
@@ -113,8 +118,11 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         self._reader: StorageReader | None = None
         self._templates: list[Template] = []
         self._template_plans: list[TemplatePlan] = []
+        self._taken: dict[str, Taken] = {}
+        self._known: list[tuple[dict[str, Any], str, Taken]] = []
+        self._materialised: list[str] = []
 
-    @portable
+    @before_writing
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -132,6 +140,7 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         self.metadata = metadata
         self.is_coordinator = is_coordinator
         self.plan = None
+        self._taken, self._known, self._materialised = {}, [], []
         self._catalog = catalog_of(metadata)
         self._reader = reader_of(metadata)
         if self.flatten_state_dict:
@@ -143,7 +152,7 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         self._renamed = match_wrapped(keys, self._catalog)
         self._keys = keys | self._renamed
 
-    @portable
+    @before_writing
     @paused_gc()
     def create_local_plan(self) -> LoadPlan:
         """Plan this rank's reads.
@@ -192,10 +201,12 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         planned = {tensor.fqn for tensor in plan.tensors}
         self._layouts = {fqn: layout for fqn, layout in layouts.items() if fqn in planned}
         self._materialise_meta_tensors()
+        lossy = self.options.dtype_policy == "cast"
+        self._known = [v for t in self._template_plans for v in t.convert(lossy=lossy)]
         self.plan = plan
         return LoadPlan(make_read_items(plan), planner_data=collect_asked_for(self.state_dict))
 
-    @portable
+    @before_writing
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Look at what all ranks ask for, on the coordinator. No plan is changed.
 
@@ -207,12 +218,53 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             warn_of_shared_values(asked, self.state_dict)
         return global_plan
 
-    @portable
+    @before_writing
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Set what is known already: the hyper-parameters of parameter groups."""
-        for template in self._template_plans:
-            template.commit(lossy=self.options.dtype_policy == "cast")
+        """Set what is known already, unless the reader is ours, and asks for it in its time."""
+        if self._reader is None:
+            self.commit_plan()
         return central_plan
+
+    @property
+    def value_keys(self) -> Set[str]:
+        """Keys of tensors that `check_value` is to be given before anything is written."""
+        return self._to_numbers.keys()
+
+    @portable
+    def check_value(self, read_item: ReadItem, value: io.BytesIO | torch.Tensor) -> None:
+        """Check that the state dict can take a value that is no tensor on one of the two sides.
+
+        Nothing is written: that is left to `load_bytes` and `commit_tensor`.
+
+        Raises:
+            UnsafeCheckpointError: The value is of a class that is not allowed.
+            PlanError: The state dict cannot take the value.
+        """
+        fqn = read_item.dest_index.fqn
+        if isinstance(value, torch.Tensor):
+            self._taken[fqn] = Taken(to_number(fqn, value, self.state_dict[fqn]))
+            return
+        loaded = self._load_object(fqn, value)
+        for template in self._templates:
+            if template.has(self.mappings[fqn], "param_groups"):
+                template.check_list(self.mappings[fqn], loaded)
+        mine, layout = self.state_dict[fqn], self._from_numbers.get(fqn)
+        if layout is None:
+            self._taken[fqn] = merge_object(fqn, mine, loaded)
+            return
+        lossy = self.options.dtype_policy == "cast"
+        dests = [shard.tensor for shard in layout.shards]
+        copies = [number_as_tensor(fqn, dest, loaded, lossy=lossy) for dest in dests]
+        self._taken[fqn] = Taken(mine, copies)
+
+    @portable
+    def commit_plan(self) -> None:
+        """Set what is known from planning: hyper-parameters of groups, memory for meta tensors."""
+        for group, name, taken in self._known:
+            copy_all(taken.copies)
+            group[name] = taken.value
+        for fqn in self._materialised:
+            self._set(fqn, self.state_dict[fqn])
 
     @portable
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -222,18 +274,15 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             UnsafeCheckpointError: The value is of a class that is not allowed.
             PlanError: A tensor of the state dict cannot take the value.
         """
+        self._take(read_item, value)
+
+    def _take(self, read_item: ReadItem, value: io.BytesIO | torch.Tensor) -> None:
         fqn = read_item.dest_index.fqn
-        loaded = self._load_object(fqn, value)
-        for template in self._templates:
-            if template.has(self.mappings[fqn], "param_groups"):
-                template.check_list(self.mappings[fqn], loaded)
-        layout = self._from_numbers.get(fqn)
-        if layout is None:
-            self._set(fqn, merge_object(fqn, self.state_dict[fqn], loaded))
-            return
-        lossy = self.options.dtype_policy == "cast"
-        for shard in layout.shards:
-            fill_with_number(fqn, shard.tensor, loaded, lossy=lossy)
+        if fqn not in self._taken:  # other readers do not ask before
+            self.check_value(read_item, value)
+        taken = self._taken.pop(fqn)
+        copy_all(taken.copies)
+        self._set(fqn, taken.value)
 
     def _load_object(self, fqn: str, value: io.BytesIO) -> object:
         if self.allow_unsafe_pickle:
@@ -250,9 +299,8 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         Raises:
             PlanError: A number of the type that the state dict has cannot have this value.
         """
-        fqn = read_item.dest_index.fqn
-        if fqn in self._to_numbers:
-            self._set(fqn, to_number(fqn, tensor, self.state_dict[fqn]))
+        if read_item.dest_index.fqn in self._to_numbers:
+            self._take(read_item, tensor)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The local memory for a box of a global tensor.
@@ -366,7 +414,8 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
                 tensor = self.state_dict[fqn]
                 if isinstance(tensor, torch.Tensor) and _is_meta(tensor):
                     real = made.setdefault(id(tensor), _materialise(tensor))
-                    self._set(fqn, real)
+                    self.state_dict[fqn] = real
+                    self._materialised.append(fqn)
                     layouts |= collect_layout({fqn: real})
 
 

@@ -11,6 +11,7 @@ What happens in a load, from the top::
       read_data
         job_read.JobRead.run       choice                    each for itself, or together
           wanted.Wanted.resolve    planner.resolve_tensor    item -> chunk, part of it, destination
+          wanted.Wanted.check_values  planner.check_value    what is not a tensor is read first
           direct.DirectRead.run
             probe.probe_items      payload.find_payload      where a chunk's elements lie; of small
                                                              ones all bytes
@@ -20,7 +21,7 @@ What happens in a load, from the top::
             placing, domains       lockstep.exchange_rows    who reads what, and sends it to whom
             exchange.Exchange.run  window_reader, windows    rounds: read, send, put into place
           verdict.check_records    crc.find_crc              parts of a record against its checksum
-        wanted.Wanted.deliver    planner.load_bytes, planner.commit_tensor
+        wanted.Wanted.deliver    planner.commit_plan, planner.load_bytes, planner.commit_tensor
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_reshard.catalog import Catalog, CatalogSource
+from dcp_reshard.destination import Destination, before_writing
 from dcp_reshard.errors import PlanError
 from dcp_reshard.garbage import paused_gc
 from dcp_reshard.job_read import JobRead
@@ -47,7 +49,7 @@ from dcp_reshard.lockstep import Lockstep
 from dcp_reshard.metadata import DcpCheckpoint, read_own_copies
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.plan_digest import PlanDigest, check_digests, digest_plan
-from dcp_reshard.portable import portable, to_portable
+from dcp_reshard.portable import portable
 from dcp_reshard.report import ReadStats
 from dcp_reshard.retry import RetryingSource
 from dcp_reshard.storage import CountingSource
@@ -64,6 +66,7 @@ class ReshardStorageReader(StorageReader):
 
     Attributes:
         stats: Counters of the latest load on this rank.
+        destination: Whether any rank may have written to its destination.
         waiting_for: What all ranks have to do for this rank to go on, where it waits.
 
     Example:
@@ -102,6 +105,7 @@ class ReshardStorageReader(StorageReader):
         self.options = options or ReaderOptions()
         self.process_group = process_group
         self.on_progress = on_progress
+        self.destination = Destination()
         self.reset(checkpoint)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | CatalogSource | None = None) -> None:
@@ -116,6 +120,7 @@ class ReshardStorageReader(StorageReader):
         self._items: Sequence[ReadItem] = ()
         self._own: Catalog | None = None
         self._load_id = str(uuid.uuid4())
+        self.destination.touched = False
         self.waiting_for = "read the metadata"
 
     @property
@@ -145,23 +150,25 @@ class ReshardStorageReader(StorageReader):
         self.stats = ReadStats()
         self._source = None
         self._lockstep = None
+        self.destination.touched = False
         self.waiting_for = "read the metadata"
-        group = self.process_group
         try:
-            if group is None or dist.get_world_size(group) <= 1:
-                catalog = self._read_catalog()
-            else:
-                # No rank may fail before this call: the others would wait in it.
-                self._lockstep = Lockstep(group, self._wait_for)
-                with self._lockstep.held_interrupts():
-                    catalog = self._lockstep.compute_once(
-                        self._read_catalog, what="reading the metadata"
-                    )
+            with self.destination.said_in_errors():
+                catalog = self._share_catalog()
         except Exception as error:
-            return broken_metadata(to_portable(error))
+            return broken_metadata(error)
         self.stats.seconds["metadata"] = time.perf_counter() - started
         meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
         return to_torch_metadata(catalog, storage_meta=meta, reader=self)
+
+    def _share_catalog(self) -> Catalog:
+        group = self.process_group
+        if group is None or dist.get_world_size(group) <= 1:
+            return self._read_catalog()
+        # No rank may fail before this call: the others would wait in it.
+        self._lockstep = step = Lockstep(group, self._wait_for)
+        with step.held_interrupts():
+            return step.compute_once(self._read_catalog, what="reading the metadata")
 
     def _open(self) -> CountingSource:
         self._retrying = RetryingSource(self._checkpoint.open(), self.options.retry)
@@ -174,7 +181,7 @@ class ReshardStorageReader(StorageReader):
         finally:
             self._source.close()
 
-    @portable
+    @before_writing
     def set_up_storage_reader(
         self,
         metadata: Metadata,
@@ -194,7 +201,7 @@ class ReshardStorageReader(StorageReader):
             self._source = self._open()
         self._own = read_own_copies(self._source, self._catalog, rank=kwargs.get("rank", 0))
 
-    @portable
+    @before_writing
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Keep the plan here, and send a digest of it instead."""
         assert self._source is not None
@@ -219,7 +226,7 @@ class ReshardStorageReader(StorageReader):
         group = "none" if self.process_group is None else "given"
         return f"{self.mode}, {'un' if unverified else ''}verified, process group {group}"
 
-    @portable
+    @before_writing
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Compare the digests of all ranks, on the coordinator.
 
@@ -250,19 +257,33 @@ class ReshardStorageReader(StorageReader):
             CheckpointFormatError: An item is not what the metadata say, or has the wrong checksum.
             PlanError: The plan was changed by a planner, although it never left this rank.
         """
+        # What a deferred planner has made itself is no destination of the caller's.
+        own = getattr(planner, "fills_own_memory", False)
+        with self.destination.said_in_errors():
+            self._read_data(plan, planner, Destination() if own else self.destination)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_data(self, plan: LoadPlan, planner: LoadPlanner, destination: Destination) -> None:
         assert self._source is not None
         self.waiting_for = "read their parts"
         lockstep = self._choose_peers(plan)
         started = time.perf_counter()
-        wanted = Wanted(self._catalog, planner, self._own)
+        wanted = Wanted(self._catalog, planner, self._own, self.options.allow_unsafe_pickle)
         job = JobRead(
-            self.mode, self._source, self._catalog, self.options, lockstep, self.on_progress
+            self.mode,
+            self._source,
+            self._catalog,
+            self.options,
+            lockstep,
+            self.on_progress,
+            wanted.check_values,
+            destination,
         )
-        result = job.run(
-            lambda: wanted.resolve(self._planned_items(plan)), own=lambda: wanted.own_copies
-        )
+        result = job.run(lambda: wanted.resolve(self._planned_items(plan)))
         seconds, read = time.perf_counter() - started, result.read
-        wanted.deliver(read.objects, allow_unsafe_pickle=self.options.allow_unsafe_pickle)
+        wanted.deliver()
         self.stats.requests = self._source.requests
         self.stats.bytes_read = self._source.bytes_read
         self.stats.retries = self._retrying.retries
@@ -281,9 +302,6 @@ class ReshardStorageReader(StorageReader):
         }
         self._items = ()
         self.waiting_for = "end the load"
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     def _find_peers(self) -> Lockstep | None:
         """The ranks that may read together; None if there are no others."""
@@ -297,8 +315,7 @@ class ReshardStorageReader(StorageReader):
         """The ranks that this one reads together with; None if it reads alone."""
         num_ranks = plan.storage_data.num_ranks if isinstance(plan.storage_data, PlanDigest) else 1
         step = self._lockstep
-        alone = num_ranks == 1 or (self.mode == "direct" and self.options.verify == "off")
-        if alone or step is None:
+        if num_ranks == 1 or step is None:
             return None
         if step.size == num_ranks:
             return step

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dcp_reshard.catalog import Catalog, KeyPath
-from dcp_reshard.copying import copy_elements
+from dcp_reshard.copying import Copy
 from dcp_reshard.errors import MissingTensorError, OptimizerStateError, PlanError
 from dcp_reshard.nearest_names import describe_nearest, shorten
 from dcp_reshard.optimizer_groups import GroupPlan, LiveGroup, plan_groups
@@ -27,7 +27,7 @@ from dcp_reshard.optimizer_keys import StoredOptimizer, find_stored_optimizer
 from dcp_reshard.param_names import canonical_name, match_names
 from dcp_reshard.plan import PlanOptions
 from dcp_reshard.saved_groups import SavedGroups, group_memory, make_saved_groups
-from dcp_reshard.values import fill_with_number, is_number, to_number
+from dcp_reshard.values import Taken, is_number, number_as_tensor, to_number
 
 __all__ = [
     "Template",
@@ -94,8 +94,8 @@ class TemplatePlan:
     read: tuple[str, ...]
     """Keys of the checkpoint that these values come from."""
 
-    def commit(self, *, lossy: bool) -> None:
-        """Set the hyper-parameters; a tensor is filled, and a number stays one.
+    def convert(self, *, lossy: bool) -> Iterator[tuple[dict[str, Any], str, Taken]]:
+        """Groups, names of hyper-parameters, and their values; a number stays one, and so on.
 
         Args:
             lossy: Whether a number may be rounded to a tensor's dtype.
@@ -106,7 +106,7 @@ class TemplatePlan:
         for number, (group, plan) in enumerate(zip(self.template.groups, self.plans, strict=True)):
             for name, value in plan.values.items():
                 fqn = f"{self.template.key(number)}.{name}"
-                group[name] = _converted(fqn, group.get(name), value, lossy=lossy)
+                yield group, name, _converted(fqn, group.get(name), value, lossy=lossy)
 
 
 def find_templates(state_dict: Mapping[str, Any]) -> list[Template]:
@@ -245,17 +245,15 @@ def check_group_options(options: PlanOptions, templates: list[Template]) -> None
         )
 
 
-def _converted(fqn: str, mine: object, value: object, *, lossy: bool) -> object:
+def _converted(fqn: str, mine: object, value: object, *, lossy: bool) -> Taken:
     if isinstance(mine, torch.Tensor):
         if isinstance(value, torch.Tensor) and (mine.shape, mine.dtype) == (
             value.shape,
             value.dtype,
         ):
-            copy_elements(fqn, mine, value)
-        else:
-            number = value.item() if isinstance(value, torch.Tensor) else value
-            fill_with_number(fqn, mine, number, lossy=lossy)
-        return mine
+            return Taken(mine, [Copy(fqn, mine, value)])
+        number = value.item() if isinstance(value, torch.Tensor) else value
+        return Taken(mine, [number_as_tensor(fqn, mine, number, lossy=lossy)])
     if is_number(mine) and isinstance(value, torch.Tensor):
-        return to_number(fqn, value, mine)
-    return value
+        return Taken(to_number(fqn, value, mine))
+    return Taken(value)

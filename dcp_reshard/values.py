@@ -9,32 +9,44 @@ Usually it takes the place of the value that is there. Three cases need more:
 * A number may have become a tensor of one element since the save (`step` of an optimizer, a
   learning rate), or the reverse. It is converted if nothing of it is lost.
 
-What does not fit is refused by name, and nothing of that value is written.
+What does not fit is refused by name. Nothing is written here: all values of a load are checked
+before the first is written.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from dcp_reshard._torch import DTensor, KeyPath, ShardedTensor, default_device
-from dcp_reshard.copying import copy_elements
+from dcp_reshard.copying import Copy
 from dcp_reshard.errors import LayoutError, PlanError
 
 __all__ = [
     "Number",
+    "Taken",
     "check_object",
-    "fill_with_number",
     "is_number",
     "merge_object",
+    "number_as_tensor",
     "set_value",
     "to_number",
 ]
 
 Number = bool | int | float | complex
+
+
+class Taken(NamedTuple):
+    """What a state dict takes of a loaded value."""
+
+    value: object
+    """What takes the place of the value that is there; perhaps that value itself."""
+
+    copies: Sequence[Copy] = ()
+    """How tensors of it are to be filled."""
 
 
 def set_value(root: Any, path: KeyPath, value: object) -> None:
@@ -78,24 +90,21 @@ def check_object(fqn: str, value: object) -> None:
             )
 
 
-def merge_object(fqn: str, mine: object, loaded: object) -> object:
+def merge_object(fqn: str, mine: object, loaded: object) -> Taken:
     """What takes the place of `mine`: the loaded value, but with the tensors of `mine`, filled.
 
     Raises:
         PlanError: `mine` has tensors, and the loaded value is not alike.
 
     Example:
-        >>> w = torch.zeros(2)
-        >>> merge_object("pair", (w, 1), (torch.tensor([3.0, 4.0]), 7))
-        (tensor([3., 4.]), 7)
-        >>> w
-        tensor([3., 4.])
+        >>> taken = merge_object("pair", (torch.zeros(2), 1), (torch.tensor([3.0, 4.0]), 7))
+        >>> taken.value
+        (tensor([0., 0.]), 7)
+        >>> taken.copies
+        [Copy(fqn='pair', dest=tensor([0., 0.]), source=tensor([3., 4.]))]
     """
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    merged = _merge(fqn, mine, loaded, fqn, pairs)
-    for dest, source in pairs:
-        copy_elements(fqn, dest.detach(), source)
-    return merged
+    copies: list[Copy] = []
+    return Taken(_merge(fqn, mine, loaded, fqn, copies), copies)
 
 
 def _merge(
@@ -103,7 +112,7 @@ def _merge(
     mine: Any,
     loaded: Any,
     path: str,
-    pairs: list[tuple[torch.Tensor, torch.Tensor]],
+    copies: list[Copy],
 ) -> object:
     if isinstance(mine, torch.Tensor):
         if not isinstance(loaded, torch.Tensor) or loaded.layout is not torch.strided:
@@ -117,7 +126,7 @@ def _merge(
             )
         if mine.is_meta:
             return loaded.detach().to(default_device())
-        pairs.append((mine, loaded.detach()))
+        copies.append(Copy(fqn, mine.detach(), loaded.detach()))
         return mine
     if next(_tensors(mine, path), None) is None:
         return loaded
@@ -127,12 +136,12 @@ def _merge(
                 fqn, path, f"a dict with keys {list(mine)!r:.200}", f"a {type(loaded).__name__}"
             )
         for key, value in mine.items():
-            loaded[key] = _merge(fqn, value, loaded[key], f"{path}.{key}", pairs)
+            loaded[key] = _merge(fqn, value, loaded[key], f"{path}.{key}", copies)
         return loaded
     if not isinstance(loaded, (list, tuple)) or len(mine) != len(loaded):
         raise _unlike(fqn, path, f"{len(mine)} values", f"a {type(loaded).__name__}")
     values = [
-        _merge(fqn, own, other, f"{path}.{i}", pairs)
+        _merge(fqn, own, other, f"{path}.{i}", copies)
         for i, (own, other) in enumerate(zip(mine, loaded, strict=True))
     ]
     return values if isinstance(loaded, list) else tuple(values)
@@ -151,8 +160,7 @@ def _tensors(value: object, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _unlike(fqn: str, path: str, mine: str, loaded: str) -> PlanError:
     return PlanError(
-        f"object `{fqn}`: at `{path}` the state dict has {mine}, the checkpoint has {loaded}; "
-        f"nothing of this object was loaded",
+        f"object `{fqn}`: at `{path}` the state dict has {mine}, the checkpoint has {loaded}",
         fqn=fqn,
     )
 
@@ -184,8 +192,8 @@ def to_number(fqn: str, loaded: torch.Tensor, mine: object) -> Number:
     )
 
 
-def fill_with_number(fqn: str, dest: torch.Tensor, value: object, *, lossy: bool) -> None:
-    """Fill a tensor of one element with a number, in place.
+def number_as_tensor(fqn: str, dest: torch.Tensor, value: object, *, lossy: bool) -> Copy:
+    """How a tensor of one element is to be filled with a number.
 
     Args:
         fqn: Key in the state dict.
@@ -204,8 +212,7 @@ def fill_with_number(fqn: str, dest: torch.Tensor, value: object, *, lossy: bool
         if made is not None:
             rounded = lossy and isinstance(value, float) and dest.dtype.is_floating_point
             if _same(made.item(), value) or (rounded and math.isfinite(made.item())):
-                copy_elements(fqn, dest, made)
-                return
+                return Copy(fqn, dest, made)
     hint = "; `dtype_policy='cast'` allows rounding" if isinstance(value, float) else ""
     raise PlanError(
         f"key `{fqn}`: the checkpoint has {value!r:.100}, which is not a tensor, and a tensor of "

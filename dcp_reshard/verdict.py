@@ -118,7 +118,7 @@ def _check_replicas(key: RecordKey, use: RecordUse, catalog: Catalog) -> None:
                 use.length,
                 catalog,
                 f"ranks read different bytes {part.start} to {part.end} of it (CRC-32 {crc:#010x} "
-                f"and {part.crc:#010x}); the destination is undefined now",
+                f"and {part.crc:#010x})",
             )
 
 
@@ -152,8 +152,7 @@ def _compare(key: RecordKey, length: int, stored: int, found: int, catalog: Cata
             key,
             length,
             catalog,
-            f"CRC-32 is {found:#010x}, recorded was {stored:#010x}; the destination is undefined "
-            f"now",
+            f"CRC-32 is {found:#010x}, recorded was {stored:#010x}",
         )
 
 

@@ -1,22 +1,24 @@
 """What does a planner want of the checkpoint, and how does it get it?
 
-Its read items become parts of stored chunks with the memory that they go to, and objects. When all
-is read the planner is given the objects, and told of the parts. Works with any planner.
+Its read items become parts of stored chunks with the memory that they go to, and objects. What is
+not a tensor in the state dict is read first, and looked at by the planner. When all is read the
+planner is given the objects, and told of the parts. Works with any planner.
 """
 
 from __future__ import annotations
 
 import io
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcp_reshard.catalog import Catalog, StoredObject
 from dcp_reshard.errors import CheckpointFormatError, PlanError
 from dcp_reshard.objects import check_data_only
-from dcp_reshard.parts import WantedPart
+from dcp_reshard.parts import ReadList, WantedPart
 
 __all__ = ["Wanted"]
 
@@ -34,30 +36,31 @@ class Wanted:
     own: Catalog | None = None
     """Copies that this rank has stored itself, if each did; it gets these, not the first rank's."""
 
+    allow_unsafe_pickle: bool = False
+    """Whether a planner that unpickles may be given more than data."""
+
     seconds: float = 0.0
     """Time in which it was asked for memory."""
 
     _parts: list[tuple[ReadItem, WantedPart]] = field(default_factory=list, init=False)
     _objects: list[tuple[ReadItem, StoredObject]] = field(default_factory=list, init=False)
     _known: dict[str, bytes] = field(default_factory=dict, init=False)
-    _own: tuple[list[WantedPart], list[StoredObject]] = field(
-        default_factory=lambda: ([], []), init=False
-    )
+    _values: list[tuple[ReadItem, WantedPart]] = field(default_factory=list, init=False)
 
     @property
     def num_chunks(self) -> int:
         """Number of stored chunks of which at least part is wanted."""
         return len({(part.stored.fqn, part.chunk) for _, part in self._parts})
 
-    def resolve(self, items: Sequence[ReadItem]) -> tuple[list[WantedPart], list[StoredObject]]:
+    def resolve(self, items: Sequence[ReadItem]) -> tuple[ReadList, ReadList]:
         """Ask the planner for memory.
 
         Args:
             items: The read items of its plan.
 
         Returns:
-            The parts, and the objects of which the catalog does not know the contents; without
-            `own_copies`.
+            What is to be read, and what only this rank may want of the place where it is: copies
+            of its own. Not the objects of which the catalog knows the contents.
 
         Raises:
             PlanError: An item is not in the checkpoint, or the memory has not its shape.
@@ -72,21 +75,18 @@ class Wanted:
                 if part.dest.numel():
                     self._parts.append((item, part))
         self.seconds += time.perf_counter() - started
-        shared: tuple[list[WantedPart], list[StoredObject]] = ([], [])
+        keys: Set[str] = getattr(self.planner, "value_keys", frozenset())
+        shared, own = ReadList([], [], []), ReadList([], [], [])
         tensors, objects = (self.own.tensors, self.own.objects) if self.own else ({}, {})
         for _, part in self._parts:
-            is_own = part.stored is tensors.get(part.stored.fqn)
-            (self._own if is_own else shared)[0].append(part)
+            wanted = own if part.stored is tensors.get(part.stored.fqn) else shared
+            (wanted.values if part.fqn in keys else wanted.tensors).append(part)
         for _, stored in self._objects:
             if stored.fqn not in self._known:
-                is_own = stored is objects.get(stored.fqn)
-                (self._own if is_own else shared)[1].append(stored)
-        return shared
-
-    @property
-    def own_copies(self) -> tuple[Sequence[WantedPart], Sequence[StoredObject]]:
-        """Of what was resolved, that which only this rank may want of the place where it is."""
-        return self._own
+                wanted = own if stored is objects.get(stored.fqn) else shared
+                wanted.objects.append(stored)
+        self._values = [(item, part) for item, part in self._parts if part.fqn in keys]
+        return shared, own
 
     def _find_object(self, item: ReadItem) -> StoredObject:
         fqn = item.storage_index.fqn
@@ -123,24 +123,37 @@ class Wanted:
             stored = self.own.tensors[index.fqn]
         return WantedPart(item.dest_index.fqn, stored, chunk, tuple(item.storage_offsets), dest)
 
-    def deliver(self, objects: Mapping[str, bytes], *, allow_unsafe_pickle: bool) -> None:
-        """Give the planner the objects, and tell it that the parts are in place.
+    def check_values(self, objects: Mapping[str, bytes]) -> None:
+        """Let the planner look at the values that `resolve` has named; nothing is written.
 
         Args:
-            objects: Items of the objects that `resolve` has returned, by key.
-            allow_unsafe_pickle: Whether a planner that unpickles may be given more than data.
+            objects: Items of the objects, by key.
 
         Raises:
             CheckpointFormatError: An object is not plain data.
+            PlanError: The state dict cannot take a value.
         """
+        self._known |= objects
+        planner: Any = self.planner
+        looks = hasattr(planner, "check_value")
         # torch's planner unpickles whatever it is given, and so runs it.
-        trusted = allow_unsafe_pickle or getattr(self.planner, "checks_objects", False)
-        objects = {**objects, **self._known}
+        trusted = self.allow_unsafe_pickle or getattr(planner, "checks_objects", False)
         for item, stored in self._objects:
-            fqn, contents = stored.fqn, objects[stored.fqn]
-            if not trusted:
-                _check_object(fqn, contents)
-            self.planner.load_bytes(item, io.BytesIO(contents))
+            contents = self._known[stored.fqn]
+            if looks:
+                planner.check_value(item, io.BytesIO(contents))
+            elif not trusted:
+                _check_object(stored.fqn, contents)
+        for item, part in self._values:
+            planner.check_value(item, part.dest)
+
+    def deliver(self) -> None:
+        """Give the planner the objects, and tell it that the parts are in place."""
+        commit_plan: Callable[[], None] | None = getattr(self.planner, "commit_plan", None)
+        if commit_plan is not None:
+            commit_plan()
+        for item, stored in self._objects:
+            self.planner.load_bytes(item, io.BytesIO(self._known[stored.fqn]))
         for item, part in self._parts:
             self.planner.commit_tensor(item, part.dest)
 

@@ -83,11 +83,18 @@ def few_descriptors(spare: int) -> Iterator[None]:
     """Allow this process a few more descriptors than it has, and use up none."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))  # noqa: PTH208
+    # Below the highest one there may be free ones.
+    used = [os.dup(0)]
+    while used[-1] < highest:
+        used.append(os.dup(0))
+    os.close(used.pop())
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + spare, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in used:
+            os.close(descriptor)
 
 
 def test_f18_few_descriptors(tmp_path: Path) -> None:
