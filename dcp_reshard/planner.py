@@ -45,7 +45,7 @@ from dcp_reshard.plan import PlanOptions, ReadPlan, Want, plan_reads
 from dcp_reshard.portable import portable
 from dcp_reshard.rank_values import AskedFor, collect_asked_for, warn_of_shared_values
 from dcp_reshard.read_items import make_read_items
-from dcp_reshard.stored_keys import check_restored, match_wrapped
+from dcp_reshard.stored_keys import check_restored, find_old_objects, match_wrapped
 from dcp_reshard.template_groups import (
     Template,
     TemplatePlan,
@@ -332,15 +332,15 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             values, paths = flatten_state_dict(state_dict)
             if all(self.options.stored_key(fqn) in catalog for fqn in values):
                 return values, paths
-            # torch 2.3 and earlier stored a dict without tensors as one object. If that form finds
-            # keys which today's does not, the checkpoint is that old.
+            # torch 2.3 and earlier stored a dict or list without tensors as one object.
             old_values, old_paths = flatten_state_dict_2_3(state_dict)
         except ValueError as error:
             raise PlanError(f"two values of the state dict have one name: {error}") from error
-        if any(
-            self.options.stored_key(fqn) in catalog for fqn in old_values.keys() - values.keys()
-        ):
-            return old_values, old_paths
+        keys = {fqn: self.options.stored_key(fqn) for fqn in (*values, *old_values)}
+        for fqn, parts in find_old_objects(paths, old_paths, keys, catalog).items():
+            for part in parts:
+                del values[part], paths[part]
+            values[fqn], paths[fqn] = old_values[fqn], old_paths[fqn]
         return values, paths
 
     def _plan_templates(self) -> list[str]:

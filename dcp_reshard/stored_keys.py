@@ -2,6 +2,7 @@
 
 A key is looked up as it is, or as `rename` says. If that is not there, the parts that wrappers add
 to names (``module``, ``_orig_mod``, ...) do not count, on either side, as long as one key is left.
+Of a checkpoint of torch 2.3 or earlier, the key of a dict without tensors is that of the dict.
 """
 
 from __future__ import annotations
@@ -14,9 +15,45 @@ from dcp_reshard.errors import MissingTensorError, PlanError
 from dcp_reshard.nearest_names import describe_nearest, shorten
 from dcp_reshard.param_names import canonical_name
 
-__all__ = ["check_restored", "match_wrapped"]
+__all__ = ["check_restored", "find_old_objects", "match_wrapped"]
 
 _NUMBER = re.compile(r"\d+")
+
+
+def find_old_objects(
+    paths: Mapping[str, KeyPath],
+    old_paths: Mapping[str, KeyPath],
+    keys: Mapping[str, str],
+    catalog: Catalog,
+) -> dict[str, list[str]]:
+    """Dicts and lists that are one object of the checkpoint, as torch 2.3 and earlier stored them.
+
+    Each is looked at alone: what a rank has beside it, and the checkpoint does not, has no say.
+
+    Args:
+        paths: Paths of the state dict's keys as they are now.
+        old_paths: The same as they were then.
+        keys: Key in the checkpoint of each of both.
+        catalog: What the checkpoint holds.
+
+    Returns:
+        The key of each such container, and the keys of its parts, none of which is stored.
+    """
+    containers = {path: fqn for fqn, path in old_paths.items() if fqn not in paths}
+    parts: dict[str, list[str]] = {fqn: [] for fqn in containers.values()}
+    for fqn, path in paths.items():
+        if fqn not in old_paths:
+            for i in range(1, len(path)):
+                if path[:i] in containers:
+                    parts[containers[path[:i]]].append(fqn)
+    stored = {canonical_name(key) for key in catalog.keys}
+    objects = {canonical_name(key) for key in catalog.objects}
+    return {
+        fqn: own
+        for fqn, own in parts.items()
+        if canonical_name(keys[fqn]) in objects
+        and not any(canonical_name(keys[part]) in stored for part in own)
+    }
 
 
 def match_wrapped(keys: Mapping[str, str], catalog: Catalog) -> dict[str, str]:

@@ -94,7 +94,8 @@ def merge_object(fqn: str, mine: object, loaded: object) -> Taken:
     """What takes the place of `mine`: the loaded value, but with the tensors of `mine`, filled.
 
     Raises:
-        PlanError: `mine` has tensors, and the loaded value is not alike.
+        PlanError: `mine` has tensors, and the loaded value is not alike; or `mine` is a dict or a
+            list of dicts, and the loaded value is none.
 
     Example:
         >>> taken = merge_object("pair", (torch.zeros(2), 1), (torch.tensor([3.0, 4.0]), 7))
@@ -103,8 +104,16 @@ def merge_object(fqn: str, mine: object, loaded: object) -> Taken:
         >>> taken.copies
         [Copy(fqn='pair', dest=tensor([0., 0.]), source=tensor([3., 4.]))]
     """
+    if isinstance(mine, Mapping) and not isinstance(loaded, Mapping):
+        raise _unlike(fqn, fqn, "a dict", f"a {type(loaded).__name__}")
+    if _has_dicts(mine) and not isinstance(loaded, list):
+        raise _unlike(fqn, fqn, "a list of dicts", f"a {type(loaded).__name__}")
     copies: list[Copy] = []
     return Taken(_merge(fqn, mine, loaded, fqn, copies), copies)
+
+
+def _has_dicts(value: object) -> bool:
+    return isinstance(value, list) and any(isinstance(one, Mapping) for one in value)
 
 
 def _merge(

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 import dcp_reshard
 from dcp_reshard import (
     MissingTensorError,
+    PlanError,
     ReshardLoadPlanner,
     ReshardStorageReader,
     load_sharded_optimizer_state_dict,
@@ -102,10 +103,6 @@ def values_of(rank: int) -> State:
     }
 
 
-def save_values(rank: int, path: Path) -> None:
-    dcp.save(values_of(rank), checkpoint_id=path, use_collectives=False)
-
-
 def load_values(rank: int, path: Path, mode: str, planner: type) -> tuple[Any, ...]:
     state = values_of(rank)
     wanted = state["rows"].to_local().clone()
@@ -123,7 +120,7 @@ def load_values(rank: int, path: Path, mode: str, planner: type) -> tuple[Any, .
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_each_rank_gets_the_copy_that_it_stored(tmp_path: Path, size: int) -> None:
     """Without collectives each rank's values are kept: it gets its own, new ranks the first's."""
-    gloo_world(3, save_values, tmp_path)
+    save_world(tmp_path, 3, values_of, use_collectives=False)
     for mode in ("direct", "cooperative"):
         for planner in (ReshardLoadPlanner, dcp.DefaultLoadPlanner):
             found = gloo_world(size, load_values, tmp_path, mode, planner)
@@ -147,7 +144,7 @@ def load_damaged(rank: int, path: Path, mode: str) -> dict[int, str]:
 @pytest.mark.parametrize("mode", ["direct", "cooperative"])
 def test_damage_in_a_copy_of_one_rank(tmp_path: Path, mode: str) -> None:
     """Only rank 2 reads its own copy; that it is damaged reaches all ranks, by name."""
-    gloo_world(3, save_values, tmp_path)
+    save_world(tmp_path, 3, values_of, use_collectives=False)
     file = tmp_path / "__2_0.distcp"
     contents = bytearray(file.read_bytes())
     at = contents.index(torch.full((3,), 2).numpy().tobytes())
@@ -218,6 +215,32 @@ def test_old_flattening_is_decided_alike_on_every_rank(tmp_path: Path) -> None:
     save_world(tmp_path, 3, lambda rank: stages[rank], planner=OldSavePlanner)
     for state, wanted in zip(thread_world(3, load_stage, tmp_path, {}), stages, strict=True):
         assert same(state, wanted)
+
+
+def test_each_dict_is_looked_at_alone(tmp_path: Path) -> None:
+    """That a dict was no dict when it was saved does not hide others, and is refused by name."""
+    full = FULL.clone()
+    save_state(tmp_path, {"w": full, "config": None, "groups": [{"lr": 0.1}], "rest": (1, 2)})
+    state: State = {"w": torch.zeros_like(full), "groups": [{"lr": 0.0}]}
+    for key in ("config", "rest"):
+        asked = state | {key: {"x": 1}}
+        error = catch_failure(lambda asked=asked: our_load(tmp_path, strict=False)(asked))
+        assert isinstance(error, PlanError)
+        assert f"at `{key}` the state dict has a dict, the checkpoint has a" in str(error)
+        assert asked[key] == {"x": 1}
+    report = dcp_reshard.load(state | {"other": {"x": 1}}, tmp_path, strict=False)
+    assert report.missing == ("other.x",)
+    assert same(state, {"w": full, "groups": [{"lr": 0.1}]})
+
+
+def test_old_flattening_below_a_wrapper(tmp_path: Path) -> None:
+    """What torch 2.3 stored as one object is found without the parts that wrappers add."""
+    planner = OldSavePlanner()
+    dcp.save({"module": {"w": FULL, "names": {"a": 1}}}, checkpoint_id=tmp_path, planner=planner)
+    state = {"w": torch.zeros_like(FULL), "names": {"a": 0}}
+    report = dcp_reshard.load(state, tmp_path)
+    assert sorted(report.renamed) == [("names", "module.names"), ("w", "module.w")]
+    assert same(state, {"w": FULL, "names": {"a": 1}})
 
 
 def test_new_values_beside_an_old_checkpoint(tmp_path: Path) -> None:
