@@ -214,7 +214,10 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             RankValueWarning: Ranks under different meshes get one rank's copy of a plain tensor.
         """
         asked = [plan.planner_data for plan in global_plan]
-        if all(isinstance(one, AskedFor) for one in asked):  # the ranks may have other planners
+        # A rank that has a metadata file of its own gets its own copies.
+        shared = len(asked) > len(self._catalog.read_from)
+        # The ranks may have other planners.
+        if shared and all(isinstance(one, AskedFor) for one in asked):
             warn_of_shared_values(asked, self.state_dict)
         return global_plan
 

@@ -4,7 +4,8 @@ A plain tensor is stored once per key: `dcp.save` keeps one rank's copy, and a l
 every rank. That is right for what all ranks have alike, and wrong for what depends on the rank (a
 random number generator's state, an expert's weights). Nothing in the checkpoint tells the two
 apart. But where ranks ask under different meshes, they do not all have the same role, and it is
-worth a warning.
+worth a warning. A number beside sharded tensors (the `step` of a sharded parameter's optimizer
+state) is one of their kind, and says nothing.
 
 Each rank sends a sketch with its plan: a hash of the meshes of its sharded tensors, and the
 smallest hashes of the keys of its plain tensors. Sketches of ranks that ask for the same keys have
@@ -48,16 +49,23 @@ class AskedFor:
 def collect_asked_for(tensors: Mapping[str, Any]) -> AskedFor:
     """The sketch of a rank's flattened state dict; values that are not tensors do not count."""
     meshes: dict[int, object] = {}
-    plain: list[bytes] = []
+    sharded: set[str] = set()
+    plain: list[tuple[str, torch.Tensor]] = []
     for fqn, value in tensors.items():
         if isinstance(value, torch.Tensor):
             ranks = sharing_ranks(value)
             if ranks is None:
-                plain.append(_hash(fqn))
+                plain.append((fqn, value))
             else:
                 meshes[id(ranks)] = ranks
+                sharded.add(_parent(fqn))
     described = sorted({describe_ranks(ranks) for ranks in meshes.values()})
-    return AskedFor(_hash("|".join(described)), b"".join(sorted(plain)[:_SKETCH_KEYS]))
+    hashes = sorted(_hash(fqn) for fqn, t in plain if t.ndim or _parent(fqn) not in sharded)
+    return AskedFor(_hash("|".join(described)), b"".join(hashes[:_SKETCH_KEYS]))
+
+
+def _parent(fqn: str) -> str:
+    return fqn.rpartition(".")[0]
 
 
 def warn_of_shared_values(asked: Sequence[AskedFor], names: Iterable[str]) -> None:

@@ -167,6 +167,13 @@ def stages(rank: int) -> State:
     return {f"layer{stage}.w": dtensor_on(mesh), f"layer{stage}.buffer": torch.zeros(3)}
 
 
+def replicas(rank: int) -> State:
+    """Tensor parallelism over two ranks, twice, with the optimizer's state."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    moments = {"exp_avg": dtensor_on(mesh), "step": torch.tensor(3.0)}
+    return {f"optimizer.state.layer.w.{name}": value for name, value in moments.items()}
+
+
 def everyone(rank: int) -> State:
     """All ranks on one mesh, with a sub-mesh of it that is the same for all."""
     mesh = init_device_mesh("cpu", (4,))
@@ -183,12 +190,27 @@ def test_shared_plain_tensors_under_different_meshes_are_named() -> None:
     assert "docs/rank_values.md" in message
 
 
-@pytest.mark.parametrize("make", [stages, everyone])
+@pytest.mark.parametrize("make", [stages, everyone, replicas])
 def test_no_warning_where_ranks_differ_in_keys_or_not_in_meshes(make: Any) -> None:
-    """Stages with keys of their own, and ranks of one mesh, give nothing to warn of."""
+    """Stages with keys of their own, ranks of one mesh, and steps give nothing to warn of."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_shared_values(asked_by_all(make), ["layer0.buffer", "layer1.buffer", "buffer"])
+
+
+def test_a_number_of_its_own_is_named() -> None:
+    """A seed is a plain tensor without dims, too, but not one beside sharded tensors."""
+
+    def make(rank: int) -> State:
+        return replicas(rank) | {"rng.seed": torch.tensor(rank)}
+
+    with pytest.warns(RankValueWarning, match=r"\(`rng.seed`\)"):
+        warn_of_shared_values(asked_by_all(make), make_names(make))
+
+
+def make_names(make: Any) -> list[str]:
+    with fake_world(0, 4):
+        return list(make(0))
 
 
 def test_process_groups_count_like_meshes() -> None:
@@ -243,6 +265,21 @@ def load_in_groups(rank: int, path: Path) -> list[str]:
         dcp_reshard.load(state, path)
     assert torch.equal(state["expert"], indexed_tensor((3,)))
     return [str(w.message) for w in caught if w.category is RankValueWarning]
+
+
+@pytest.mark.dist
+def test_ranks_that_get_their_own_copies_are_not_warned(tmp_path: Path) -> None:
+    """A save without collectives has a copy for each of its ranks, and none for a third."""
+
+    def make(rank: int) -> State:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "dp"))["dp"]
+        return {"w": dtensor_on(mesh), "expert": indexed_tensor((3,))}
+
+    save_world(tmp_path, 2, make, use_collectives=False)
+    assert gloo_world(2, load_in_groups, tmp_path) == [[], []]
+    (tmp_path / "__1.metadata").unlink()
+    first, second = gloo_world(2, load_in_groups, tmp_path)
+    assert (len(first), len(second)) == (1, 0)
 
 
 @pytest.mark.dist
