@@ -174,7 +174,7 @@ def _collect_shards(fqn: str, tensor: torch.Tensor) -> Iterator[LocalShard]:
             )
             for inner in _collect_shards(fqn, shard.tensor):
                 yield LocalShard(inner.box.translate(outer.offsets), inner.tensor)
-    elif isinstance(tensor, DTensor) and not _is_checkpointable(local := local_tensor(tensor)):
+    elif isinstance(tensor, DTensor) and not _is_checkpointable(local := _local(fqn, tensor)):
         yield from _collect_dtensor_shards(fqn, tensor, local.detach())
     elif _is_checkpointable(tensor):
         for i, chunk in enumerate(tensor.__create_chunk_list__()):  # type: ignore[attr-defined]
@@ -186,16 +186,22 @@ def _collect_shards(fqn: str, tensor: torch.Tensor) -> Iterator[LocalShard]:
         yield LocalShard(Box.full(tuple(tensor.size())), tensor.detach())
 
 
-def _collect_dtensor_shards(fqn: str, tensor: DTensor, local: torch.Tensor) -> Iterator[LocalShard]:
-    cuts = dtensor_cuts(tensor, fqn=fqn)
-    if cuts is None:
-        return
+def _local(fqn: str, tensor: DTensor) -> torch.Tensor:
+    local = local_tensor(tensor)
     if isinstance(local, (DTensor, ShardedTensor)):
+        # A DTensor has torch's protocol, too, but what that says of it is not where it lies.
         raise LayoutError(
             f"tensor `{fqn}`: a DTensor whose local tensor is a {type(local).__name__} is not "
             f"supported",
             fqn=fqn,
         )
+    return local
+
+
+def _collect_dtensor_shards(fqn: str, tensor: DTensor, local: torch.Tensor) -> Iterator[LocalShard]:
+    cuts = dtensor_cuts(tensor, fqn=fqn)
+    if cuts is None:
+        return
     shape, boxes = plan_shard_boxes(tuple(tensor.size()), tuple(cuts))
     if shape != tuple(local.size()):
         mesh = tuple(tensor.device_mesh.shape)

@@ -338,7 +338,10 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             # torch 2.3 and earlier stored a dict or list without tensors as one object.
             old_values, old_paths = flatten_state_dict_2_3(state_dict)
         except ValueError as error:
-            raise PlanError(f"two values of the state dict have one name: {error}") from error
+            fqn = str(error).removeprefix("duplicated flatten key ")
+            raise PlanError(
+                f"two values of the state dict have one name: `{fqn}`", fqn=fqn
+            ) from error
         keys = {fqn: self.options.stored_key(fqn) for fqn in (*values, *old_values)}
         for fqn, parts in find_old_objects(paths, old_paths, keys, catalog).items():
             for part in parts:

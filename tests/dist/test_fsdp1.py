@@ -100,7 +100,7 @@ def load_local(rank: int, path: Path, kind: str) -> dict[int, str]:
     return {number: str(failure) for number, failure in failures.items()}
 
 
-@pytest.mark.parametrize("size", [4, 3, 2])
+@pytest.mark.parametrize("size", [5, 4, 3, 2])
 def test_local_state_dict_of_flat_parameters(tmp_path: Path, size: int) -> None:
     """LOCAL_STATE_DICT is flat parameters cut in parts: any number of ranks has the same whole."""
     gloo_world(4, save_local, tmp_path, "flat")
@@ -115,6 +115,32 @@ def test_local_state_dict_of_original_parameters(tmp_path: Path, size: int, kind
     for failures in gloo_world(size, load_local, tmp_path, kind):
         assert len(failures) == size
         assert all("_flat_param`, so each rank has another piece" in f for f in failures.values())
+
+
+def load_moved(rank: int, path: Path, kind: str) -> list[str]:
+    """What is said about pieces that are not in the memory of their shard: copies on the CPU."""
+    model = make_model(kind, expected())
+    state = {
+        name: value.detach().clone() if isinstance(value, (torch.Tensor, nn.Parameter)) else value
+        for name, value in sharded_state(model, StateDictType.LOCAL_STATE_DICT).items()
+    }
+    dcp.save({"model": state}, checkpoint_id=path)
+    failures = find_failures(lambda: dcp_reshard.load({"model": state}, path))
+    if failures:
+        return [str(failure) for failure in failures.values()]
+    try:
+        load_into(model, state, StateDictType.LOCAL_STATE_DICT)
+    except RuntimeError as error:
+        return [str(error)]
+    return []
+
+
+def test_pieces_moved_to_the_cpu(tmp_path: Path) -> None:
+    """Of uneven pieces the shape is refused; even ones cannot be told, and FSDP1 refuses those."""
+    for name, said in (("sharded", "stored shape"), ("even", 'Unexpected key(s) in state_dict: "')):
+        for errors in gloo_world(2, load_moved, tmp_path / name, name):
+            assert errors
+            assert all(said in error for error in errors), errors
 
 
 def find_piece(rank: int, path: Path) -> tuple[str, int]:
