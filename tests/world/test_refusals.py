@@ -1,4 +1,4 @@
-"""What is refused, as docs/layouts.md lists it: each row is run, and says what it is said to say."""
+"""What is refused, as docs/layouts.md lists it: each row is run, and says what is said there."""
 
 from __future__ import annotations
 
