@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from dcp_reshard.catalog import Catalog, StoredObject
 from dcp_reshard.container import Record
 from dcp_reshard.copying import copy_elements
-from dcp_reshard.crc import CrcPart, crc32, find_crc
+from dcp_reshard.crc import CrcPart, crc32
 from dcp_reshard.errors import CheckpointFormatError, CorruptRecordError, StorageError
 from dcp_reshard.item_checks import (
     check_object_size,
@@ -68,7 +68,7 @@ class DirectRead:
     """Bytes read straight into their destination."""
 
     rereads: int = 0
-    """Items and records read a second time because they were not as they should be."""
+    """Items read a second time because they were not as they should be."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by phase of the read, if there are several."""
@@ -148,7 +148,7 @@ class DirectRead:
         self._small.copy()
         for item, wanted in self._unknown:
             self._load_whole(item, wanted)
-        self._read_large()
+        self._transfer(self._large)
 
     def _item(self, part: WantedPart) -> Item:
         stored, i = part.stored, part.chunk
@@ -241,27 +241,6 @@ class DirectRead:
         self.chunks_read_whole.append(stored.fqn)
         for part in wanted:
             copy_elements(part.fqn, part.dest, part.select(value))
-
-    def _read_large(self) -> None:
-        self._transfer(self._large)
-        if self.options.verify == "off":
-            return
-        damaged = {part.record_key for part in self._large if self._is_damaged(part.record_key)}
-        for key in damaged:
-            self.records[key].parts.clear()
-        if damaged:
-            # Storage may give wrong bytes once. If it gives them again, the verdict will say so.
-            self.rereads += len(damaged)
-            self._transfer([part for part in self._large if part.record_key in damaged])
-
-    def _is_damaged(self, key: RecordKey) -> bool:
-        """Whether this rank has read all of a record, and not what was recorded."""
-        use = self.records[key]
-        crc = find_crc(use.parts, use.length) if use.crc else None
-        if crc is None:
-            return False
-        use.parts[:] = [CrcPart(0, use.length, crc)]
-        return crc != use.crc
 
     def _transfer(self, parts: Sequence[ChunkPart]) -> None:
         requests = plan_requests(

@@ -4,16 +4,19 @@ Alone, a rank reads for itself. Together with others it first agrees that all of
 want; then they choose how to read (`choice`), and read: each for itself (`direct`), or each byte
 once for all (`cooperative`). In both ways values that are not tensors come first, and are checked:
 nothing is written before all ranks have agreed that theirs fit. Then the checksums are compared
-(`verdict`). If any of that fails on one rank, all are told.
+(`verdict`); what is not as it was stored is read once more, in the same way, by all ranks that want
+it. If any of that fails on one rank, all are told.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -33,9 +36,10 @@ from dcp_reshard.errors import PeerFailedError
 from dcp_reshard.lockstep import Facts, Lockstep
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.outcome import leave_note
-from dcp_reshard.parts import ReadList
+from dcp_reshard.parts import ReadList, WantedPart
 from dcp_reshard.report import Cooperation
 from dcp_reshard.storage import CountingSource
+from dcp_reshard.transfer import RecordKey
 from dcp_reshard.verdict import Verdict, check_records
 
 __all__ = ["JobRead", "ReadResult"]
@@ -105,35 +109,68 @@ class JobRead:
             PeerFailedError: Another rank failed.
         """
         if self.lockstep is None:
-            return self._check(*self._read_directly(_alone, resolve, "this rank reads alone"))
+            return self._run(resolve)
         try:
             with self.lockstep.held_interrupts():
-                return self._check(*self._run_together(self.lockstep, resolve))
+                return self._run(resolve)
         except PeerFailedError as error:
             if error.__cause__ is not None:  # a collective call has failed
                 leave_note()
             raise
 
-    def _check(self, read: DirectRead | CooperativeRead, cooperation: Cooperation) -> ReadResult:
+    def _run(self, resolve: _Resolve) -> ReadResult:
+        wanted: list[tuple[ReadList, ReadList]] = []
+
+        def resolve_once() -> tuple[ReadList, ReadList]:
+            wanted.append(resolve())
+            return wanted[0]
+
+        read, cooperation = self._read(resolve_once, self.mode)
+        verdict, seconds = self._check(read)
+        if verdict.damaged:
+            # Storage may give wrong bytes once.
+            select = partial(_select, catalog=self.catalog, records=verdict.damaged)
+            again, more = self._read(
+                lambda: (select(wanted[0][0]), select(wanted[0][1])), cooperation.mode
+            )
+            second, more_seconds = self._check(again)
+            read.rereads += len(verdict.errors)
+            _add(read, again)
+            cooperation, seconds = cooperation.plus(more), seconds + more_seconds
+            verdict = replace(
+                second,
+                verified=verdict.verified + second.verified,
+                unverified=verdict.unverified + second.unverified,
+            )
+        if verdict.errors:
+            raise next(iter(verdict.errors.values()))
+        return ReadResult(read, cooperation, verdict, seconds)
+
+    def _check(self, read: DirectRead | CooperativeRead) -> tuple[Verdict, float]:
         started = time.perf_counter()
         verdict = check_records(
             read.records, self.catalog, verify=self.options.verify, lockstep=self.lockstep
         )
-        return ReadResult(read, cooperation, verdict, time.perf_counter() - started)
+        return verdict, time.perf_counter() - started
 
-    def _run_together(
-        self,
-        lockstep: Lockstep,
-        resolve: _Resolve,
+    def _read(
+        self, resolve: _Resolve, mode: str
     ) -> tuple[DirectRead | CooperativeRead, Cooperation]:
-        if self.mode == "direct":
+        if self.lockstep is None:
+            return self._read_directly(_alone, resolve, "this rank reads alone")
+        return self._read_together(self.lockstep, resolve, mode)
+
+    def _read_together(
+        self, lockstep: Lockstep, resolve: _Resolve, mode: str
+    ) -> tuple[DirectRead | CooperativeRead, Cooperation]:
+        if mode == "direct":
             return self._read_directly(lockstep.phase, resolve, "asked for")
         with lockstep.phase("finding out what it wants") as told:
             wanted, own = resolve()
             told.own = find_place(self.source)
         read = CooperativeRead(self.source, self.catalog, self.options, lockstep)
         choice = choose_by_place(told.all)
-        if self.mode == "cooperative":
+        if mode == "cooperative":
             choice = Choice("cooperative", "asked for")
         survey = None
         if choice is None or choice.mode == "cooperative":
@@ -220,12 +257,34 @@ def _alone(_: str) -> Iterator[Facts]:
     told.all = np.array([told.own], dtype=np.int64)
 
 
-def _add(read: CooperativeRead, apart: DirectRead) -> None:
-    read.objects |= apart.objects
-    read.records |= apart.records
-    read.chunks_read_whole += apart.chunks_read_whole
-    read.bytes_direct += apart.bytes_direct
-    read.rereads += apart.rereads
+def _select(wanted: ReadList, *, catalog: Catalog, records: Set[RecordKey]) -> ReadList:
+    """The parts of chunks of which a record is among these."""
+    starts: dict[str, list[int]] = {}
+    for file, start in sorted(records):
+        starts.setdefault(file, []).append(start)
+
+    def is_among(part: WantedPart) -> bool:
+        stored, chunk = part.stored, part.chunk
+        start, end = int(stored.starts[chunk]), int(stored.starts[chunk] + stored.lengths[chunk])
+        of_file = starts.get(catalog.files[int(stored.files[chunk])], [])
+        following = bisect_left(of_file, start)
+        return following < len(of_file) and of_file[following] < end
+
+    return ReadList(
+        [part for part in wanted.tensors if is_among(part)],
+        [part for part in wanted.values if is_among(part)],
+        [],
+    )
+
+
+def _add(read: DirectRead | CooperativeRead, more: DirectRead | CooperativeRead) -> None:
+    read.objects |= more.objects
+    read.records |= more.records
+    read.chunks_read_whole += more.chunks_read_whole
+    read.bytes_direct += more.bytes_direct
+    read.rereads += more.rereads
+    for what, seconds in more.seconds.items():
+        read.seconds[what] = read.seconds.get(what, 0.0) + seconds
 
 
 def _imbalance(bytes_read: IntArray) -> float:

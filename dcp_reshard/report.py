@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 __all__ = [
@@ -42,6 +42,17 @@ class Cooperation:
 
     imbalance: float = 1.0
     """Bytes read by the rank that has read most, over the mean of all ranks."""
+
+    def plus(self, more: Cooperation) -> Cooperation:
+        """What was read first, and then more of it in the same way."""
+        return replace(
+            self,
+            bytes_sent=self.bytes_sent + more.bytes_sent,
+            bytes_received=self.bytes_received + more.bytes_received,
+            rounds=self.rounds + more.rounds,
+            buffer_bytes=max(self.buffer_bytes, more.buffer_bytes),
+            imbalance=more.imbalance,
+        )
 
 
 @dataclass(slots=True)

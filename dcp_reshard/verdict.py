@@ -7,14 +7,14 @@
 3. Records without a stored checksum, and such of which no chain of parts covers all, stay
    unverified.
 
-Nothing is compared before the parts have been sent, so that each rank can say what is wrong with
-the records that it owns.
+Nothing is raised here: storage may give wrong bytes once, so records that are not what was stored
+are named to all ranks, which read them again (`job_read`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,13 +35,19 @@ _ROW = 7
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How many records were compared, each counted on one rank of the job."""
+    """What the checksums say; each record is counted on one rank of the job."""
 
     verified: int
     """Records whose checksum was recomputed and agrees."""
 
     unverified: int
     """Records without a stored checksum, or of which not all was read."""
+
+    errors: Mapping[RecordKey, CorruptRecordError]
+    """What is wrong with the records that this rank has compared."""
+
+    damaged: Set[RecordKey]
+    """Records of which any rank has found that they are not what was stored."""
 
 
 def check_records(
@@ -61,33 +67,33 @@ def check_records(
             loads alone.
 
     Raises:
-        CorruptRecordError: A record does not have its stored checksum, or could not be compared
-            although `verify` is ``"required"``.
-        PeerFailedError: Another rank failed before the parts were sent.
+        CorruptRecordError: A record could not be compared although `verify` is ``"required"``.
+        PeerFailedError: Another rank failed.
     """
     if verify == "off":
-        return Verdict(0, len(records))
+        return Verdict(0, len(records), {}, frozenset())
     if lockstep is None:
+        return _compare(_sum_up(records), catalog, verify)
+    with lockstep.phase("adding up checksums") as told:
         found = _sum_up(records)
-    else:
-        with lockstep.phase("adding up checksums") as told:
-            found = _sum_up(records)
-            partial = {key: use for key, use, crc in found if crc is None and use.crc}
-            outgoing = _list_parts(partial, catalog, lockstep.size)
-            told.counts = [len(rows) for rows in outgoing]
-        tables = lockstep.exchange_rows(outgoing, told, what="checksums of what they have read")
-        found = [(key, use, crc) for key, use, crc in found if key not in partial]
-        for key, use in _join_parts(tables, catalog).items():
-            _check_replicas(key, use, catalog)
-            found.append((key, use, find_crc(use.parts, use.length)))
-    verified = 0
-    for key, use, crc in found:
-        if crc is None:
-            _refuse_unverified(key, use.length, use.crc, catalog, verify)
-        else:
-            _compare(key, use.length, use.crc, crc, catalog)
-            verified += 1
-    return Verdict(verified, len(found) - verified)
+        partial = {key: use for key, use, crc in found if crc is None and use.crc}
+        outgoing = _list_parts(partial, catalog, lockstep.size)
+        told.counts = [len(rows) for rows in outgoing]
+    tables = lockstep.exchange_rows(outgoing, told, what="checksums of what they have read")
+    with lockstep.phase("comparing checksums") as told:
+        whole = [(key, use, crc) for key, use, crc in found if key not in partial]
+        joined = _join_parts(tables, catalog)
+        owned = [(key, use, find_crc(use.parts, use.length)) for key, use in joined.items()]
+        verdict = _compare([*whole, *owned], catalog, verify)
+        numbers = {name: i for i, name in enumerate(catalog.files)}
+        rows = [(numbers[file], start) for file, start in verdict.errors]
+        outgoing = [np.array(rows, dtype=np.int64).reshape(-1, 2)] * lockstep.size
+        told.counts, told.own = [len(rows)] * lockstep.size, (len(rows),)
+    if not told.all.any():
+        return verdict
+    tables = lockstep.exchange_rows(outgoing, told, what="which records are damaged")
+    damaged = {(catalog.files[file], start) for table in tables for file, start in table.tolist()}
+    return replace(verdict, damaged=damaged)
 
 
 def _sum_up(
@@ -106,20 +112,36 @@ def _has_crc(use: RecordUse) -> bool:
     return use.crc != 0 or use.length == 0
 
 
-def _check_replicas(key: RecordKey, use: RecordUse, catalog: Catalog) -> None:
-    # Replicas read the same part. Only one of them is put together with the others below, and would
+def _compare(
+    found: Iterable[tuple[RecordKey, RecordUse, int | None]], catalog: Catalog, verify: Verify
+) -> Verdict:
+    verified = unverified = 0
+    errors: dict[RecordKey, CorruptRecordError] = {}
+    for key, use, crc in found:
+        wrong = _find_difference(use.parts)
+        if wrong is None and crc is None:
+            _refuse_unverified(key, use.length, use.crc, catalog, verify)
+            unverified += 1
+        elif wrong is None and crc == use.crc:
+            verified += 1
+        else:
+            what = wrong or f"CRC-32 is {crc:#010x}, recorded was {use.crc:#010x}"
+            errors[key] = _error(key, use.length, catalog, what)
+    return Verdict(verified, unverified, errors, errors.keys())
+
+
+def _find_difference(parts: Sequence[CrcPart]) -> str | None:
+    # Replicas read the same part. Only one of them is put together with the others, and would
     # speak for all.
     crcs: dict[tuple[int, int], int] = {}
-    for part in use.parts:
+    for part in parts:
         crc = crcs.setdefault((part.start, part.end), part.crc)
         if crc != part.crc:
-            raise _error(
-                key,
-                use.length,
-                catalog,
+            return (
                 f"ranks read different bytes {part.start} to {part.end} of it (CRC-32 {crc:#010x} "
-                f"and {part.crc:#010x})",
+                f"and {part.crc:#010x})"
             )
+    return None
 
 
 def _list_parts(
@@ -144,16 +166,6 @@ def _join_parts(tables: Sequence[IntArray], catalog: Catalog) -> dict[RecordKey,
         use = owned.setdefault(key, RecordUse("", length, crc))
         use.parts.append(CrcPart(first, end, part_crc))
     return owned
-
-
-def _compare(key: RecordKey, length: int, stored: int, found: int, catalog: Catalog) -> None:
-    if found != stored:
-        raise _error(
-            key,
-            length,
-            catalog,
-            f"CRC-32 is {found:#010x}, recorded was {stored:#010x}",
-        )
 
 
 def _refuse_unverified(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,10 +29,11 @@ from dcp_reshard import (
     lockstep,
     verdict,
 )
+from dcp_reshard.metadata import read_catalog
 from dcp_reshard.options import RetryPolicy
 from dcp_reshard.outcome import own_errors
 from dcp_reshard.payload import PROBE_BYTES
-from dcp_reshard.storage import ByteSource
+from dcp_reshard.storage import ByteSource, LocalSource
 from tests.support.failures import find_failures
 from tests.support.faults import EXCEPTIONS
 from tests.support.processes import RankError
@@ -358,6 +361,82 @@ def test_a_device_that_is_full_at_any_time(saved: str) -> None:
     for outcomes in failed:
         assert all(outcome == outcomes[0] for outcome in outcomes)
         assert outcomes[0][VICTIM] == "OutOfMemoryError: told to fail"
+
+
+class FlakyCheckpoint(FailingCheckpoint):
+    """Gives wrong bytes, once."""
+
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        super().read_into(name, offset, buffers)
+        if self._left == 0:
+            self._left = -1
+            buffers[0][-1] ^= 1
+
+    def _count(self, where: str, name: str) -> None:
+        if where == self._where and name.endswith(".distcp"):
+            self._left -= 1
+
+
+def load_flaky(rank: int, path: str, mode: str) -> tuple[int, int]:
+    """Rows over all ranks, uneven; a bit is wrong in what the last one reads first."""
+    state = make_state((dist.get_world_size(),), [Shard(0)])
+    wanted = snapshot(state)
+    fill_with_sentinel(state)
+    number = 1 if rank == dist.get_world_size() - 1 else -1
+    checkpoint = FlakyCheckpoint(path, where="read", number=number, how="none")
+    reader = ReshardStorageReader(checkpoint, mode=mode, options=OPTIONS)
+    dcp.load(state, storage_reader=reader, planner=ReshardLoadPlanner())
+    check_same(snapshot(state), wanted, where=f"rank {rank}")
+    return reader.stats.rereads, reader.stats.records_unverified
+
+
+@pytest.mark.parametrize("mode", ["cooperative", "direct"])
+@pytest.mark.parametrize("size", [3, 4])
+def test_wrong_bytes_that_come_once(saved: str, size: int, mode: str) -> None:
+    """A record that several ranks have read is read once more by all of them, and then right."""
+    told = gloo_world(size, load_flaky, saved, mode)
+    assert [sum(column) for column in zip(*told, strict=True)] == [1, 0]
+
+
+def load_damaged(rank: int, folders: list[str], mode: str) -> list[dict[int, str]]:
+    outcomes = []
+    for folder in folders:
+        state = make_state((dist.get_world_size(),), [Shard(0)])
+        reader = ReshardStorageReader(folder, mode=mode, options=OPTIONS)
+        failures = find_failures(lambda s=state, r=reader: dcp.load(s, storage_reader=r))
+        outcomes.append({n: f"{type(e).__name__}: {e}" for n, e in failures.items()})
+    return outcomes
+
+
+@pytest.mark.parametrize("mode", ["cooperative", "direct"])
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_flipped_bit(saved: str, tmp_path: Path, size: int, mode: str) -> None:
+    """In any record, whoever reads it: all ranks get the same error, which names the tensor."""
+    folders = [shutil.copytree(saved, tmp_path / f"w{i}") for i in range(len(SHAPES))]
+    for i, folder in enumerate(folders):
+        flip(folder, f"w{i}")
+    by_rank = gloo_world(size, load_damaged, [str(folder) for folder in folders], mode)
+    for i, outcomes in enumerate(zip(*by_rank, strict=True)):
+        assert all(outcome == outcomes[0] for outcome in outcomes)
+        told = [text for text in outcomes[0].values() if not text.startswith("PeerFailedError")]
+        assert told
+        for text in told:
+            assert text.startswith("CorruptRecordError")
+            assert f"`w{i}`" in text
+            assert "CRC-32 is" in text
+            assert "recorded was" in text
+
+
+def flip(folder: Path, fqn: str) -> None:
+    """Flip a bit in the middle of the first chunk of a tensor, where its elements are."""
+    source = LocalSource(folder)
+    catalog = read_catalog(source)
+    source.close()
+    stored = catalog.tensors[fqn]
+    file = folder / catalog.files[stored.files[0]]
+    contents = bytearray(file.read_bytes())
+    contents[stored.starts[0] + stored.lengths[0] // 2] ^= 1
+    file.write_bytes(contents)
 
 
 def load_interrupted(rank: int, path: str, phase: str) -> str:

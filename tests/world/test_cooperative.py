@@ -550,41 +550,76 @@ def test_a_failing_read_on_any_rank_at_any_time(tmp_path: Path) -> None:
                     assert f"rank {failing} of the load failed" in str(failures[rank])
 
 
-def test_wrong_bytes_that_come_once(tmp_path: Path) -> None:
-    """A small item that is not as it should be is read again before it is refused."""
-    full = indexed_tensor((300, 200))
-    save_state(tmp_path, {"w": full})
+class Flaky(RecordingCheckpoint):
+    """Flips a bit in long reads of data: in the first one, or in all."""
 
-    class Flaky(RecordingCheckpoint):
-        """Flips a bit of the first long read."""
+    def __init__(self, path: Path, *, times: int) -> None:
+        super().__init__(path)
+        self.times = times
 
-        def open(self) -> ByteSource:
-            super().open()
-            self.flipped = False
-            return self  # type: ignore[return-value]
+    def open(self) -> ByteSource:
+        super().open()
+        return self  # type: ignore[return-value]
 
-        def names(self) -> list[str]:
-            return self.source.names()
+    def names(self) -> list[str]:
+        return self.source.names()
 
-        def size(self, name: str) -> int:
-            return self.source.size(name)
+    def size(self, name: str) -> int:
+        return self.source.size(name)
 
-        def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
-            self.source.read_into(name, offset, buffers)
-            if not self.flipped and buffers[0].nbytes > 100_000:
-                self.flipped = True
-                buffers[0][50_000] ^= 1
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        self.source.read_into(name, offset, buffers)
+        if self.times and buffers[0].nbytes > 10_000:
+            self.times -= 1
+            buffers[0][5_000] ^= 1
 
-        def close(self) -> None:
-            self.source.close()
+    def close(self) -> None:
+        self.source.close()
 
-    def load(rank: int) -> int:
-        state = {"w": torch.zeros(300, 200)}
-        report = dcp_reshard.load(state, Flaky(tmp_path), mode="cooperative", options=WHOLE)
-        assert torch.equal(state["w"], full)
-        return report.rereads
 
-    assert sorted(thread_world(2, load)) == [0, 1]
+def load_flaky(
+    rank: int, path: Path, mode: str, layout: Layout, options: ReaderOptions, times: int
+) -> tuple[LoadReport | None, dict[int, BaseException]]:
+    """Rank 1 gets wrong bytes."""
+    state = {"w": layout.distribute(big()), "v": torch.ones(50)}
+    wanted = snapshot(state)
+    fill_with_sentinel(state)
+    checkpoint = Flaky(path, times=times if rank == 1 else 0)
+    reports: list[LoadReport] = []
+    failures = find_failures(
+        lambda: reports.append(dcp_reshard.load(state, checkpoint, mode=mode, options=options))
+    )
+    if not failures:
+        check_same(snapshot(state), wanted, where=f"rank {rank}")
+    return (reports[0] if reports else None), failures
+
+
+@pytest.mark.parametrize("mode", ["direct", "cooperative"])
+@pytest.mark.parametrize("options", [BLOCKS, WHOLE], ids=["blocks", "whole"])
+@pytest.mark.parametrize("layout", [rows(3), columns(3), replicas(3)], ids=["rows", "cols", "all"])
+def test_wrong_bytes_that_come_once(
+    tmp_path: Path, mode: str, options: ReaderOptions, layout: Layout
+) -> None:
+    """Whoever has read them, and however much of the record: they are read once more, and right."""
+    save_state(tmp_path, {"w": big(), "v": torch.ones(50)})
+    loaded = thread_world(3, load_flaky, tmp_path, mode, layout, options, 1)
+    reports = [report for report, _ in loaded]
+    assert [failures for _, failures in loaded] == [{}] * 3
+    assert sum(report.rereads for report in reports) == 1
+    assert sum(report.records_unverified for report in reports) == 0
+    if mode == "cooperative":
+        assert sum(r.cooperation.bytes_sent - r.cooperation.bytes_received for r in reports) == 0
+
+
+@pytest.mark.parametrize("mode", ["direct", "cooperative"])
+@pytest.mark.parametrize("options", [BLOCKS, WHOLE], ids=["blocks", "whole"])
+def test_wrong_bytes_that_come_again(tmp_path: Path, mode: str, options: ReaderOptions) -> None:
+    """Bytes that are wrong the second time are an error on all ranks, which names the tensor."""
+    save_state(tmp_path, {"w": big(), "v": torch.ones(50)})
+    for _, failures in thread_world(3, load_flaky, tmp_path, mode, rows(3), options, 100):
+        errors = [e for e in failures.values() if not isinstance(e, PeerFailedError)]
+        assert [type(error) for error in errors] == [CorruptRecordError]
+        assert "`w`" in str(errors[0])
 
 
 def test_a_planner_that_fails_on_one_rank(tmp_path: Path) -> None:
