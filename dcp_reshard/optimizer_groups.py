@@ -17,13 +17,19 @@ import torch
 
 from dcp_reshard.catalog import KeyPath
 from dcp_reshard.errors import OptimizerStateError
+from dcp_reshard.hyper_values import differences, same_named, same_value, show_named
 from dcp_reshard.report import HyperParameter
-from dcp_reshard.saved_groups import NOT_HYPER_PARAMETERS, SavedGroup, SavedGroups
+from dcp_reshard.saved_groups import NOT_HYPER_PARAMETERS, SavedGroups
 
-__all__ = ["GroupPlan", "LiveGroup", "check_needed_state", "plan_groups", "same_value"]
+__all__ = ["GroupPlan", "LiveGroup", "check_needed_state", "plan_groups"]
 
 # State that a hyper-parameter makes torch's optimizers expect, once there is any state.
 _NEEDED_STATE = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
+
+_GUESSED = (
+    "; the flattened form does not say what is one group, and those with equal hyper-parameters "
+    "look like one: a `name` in each tells them apart"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,9 @@ class LiveGroup:
 
     values: Mapping[str, Any]
     """The group as it is."""
+
+    guessed: bool = False
+    """Whether it is several parameters with equal hyper-parameters, in one group or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +93,7 @@ def plan_groups(
         if number in mapping:
             chosen.append(_look_up(mapping[number], number, saved, where))
         elif saved.flattened:
-            chosen.append(_agreeing(number, sources[number], saved))
+            chosen.append(_agreeing(number, group, sources[number], saved, keep))
         else:
             chosen.append(_only(number, sources, saved, mapping))
             if chosen[-1] is None:
@@ -135,23 +144,6 @@ def check_needed_state(
             )
 
 
-def same_value(one: object, other: object) -> bool:
-    """Whether two hyper-parameters are equal; a tensor equals a number of its value."""
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        try:
-            return bool((torch.as_tensor(one).cpu() == torch.as_tensor(other).cpu()).all())
-        except (TypeError, ValueError, RuntimeError):
-            return False
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(same_value, one, other))
-    alike = type(one) is type(other) or _both_numbers(one, other)
-    return alike and bool(one == other)
-
-
-def _both_numbers(one: object, other: object) -> bool:
-    return all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (one, other))
-
-
 def _sources(group: LiveGroup, where: Mapping[str, int]) -> list[int]:
     """Saved groups that the parameters of a group were in, each once."""
     return list(dict.fromkeys(where[n] for n in group.params if n is not None and n in where))
@@ -182,17 +174,44 @@ def _look_up(
     return wanted
 
 
-def _agreeing(number: int, sources: Sequence[int], saved: SavedGroups) -> int | None:
+def _agreeing(
+    number: int,
+    group: LiveGroup,
+    sources: Sequence[int],
+    saved: SavedGroups,
+    keep: Collection[str],
+) -> int | None:
     """In the flattened form: any of the parameters, if all had the same hyper-parameters."""
-    for other in sources[1:]:
-        first, second = saved.groups[sources[0]], saved.groups[other]
-        if differing := _differing(first, second):
+    known = [name for name in group.params if name is not None]
+    if not sources:
+        if known:
             raise OptimizerStateError(
-                f"parameters `{first.params[0]}` and `{second.params[0]}` of parameter group "
+                f"the checkpoint has state of `{known[0]}`, but no hyper-parameters; say with "
+                f"`groups` which ones are meant",
+                fqn=known[0],
+            )
+        return None
+    first = saved.groups[sources[0]]
+    others = [saved.groups[other] for other in sources[1:]]
+    for other in others:
+        if differing := differences(first.values, other.values, but=keep):
+            raise OptimizerStateError(
+                f"parameters `{first.params[0]}` and `{other.params[0]}` of parameter group "
                 f"{number} were saved with other hyper-parameters ({differing}); give the "
                 f"optimizer the groups that it had, or say with `groups` which ones are meant"
+                f"{_GUESSED if group.guessed else ''}"
             )
-    return sources[0] if sources else None
+    if group.guessed and len(known) < len(group.params):
+        own = {name: value for name, value in group.values.items() if name in first.values}
+        now = {name: value for name, value in first.values.items() if name in own}
+        if differing := differences(now, own, but=keep):
+            raise OptimizerStateError(
+                f"parameter `{first.params[0]}` was saved with other hyper-parameters than it has "
+                f"({differing}), and is with parameters in a group that the checkpoint does not "
+                f"know; say with `groups` whether they get its hyper-parameters{_GUESSED}",
+                fqn=first.params[0],
+            )
+    return sources[0]
 
 
 def _only(
@@ -204,10 +223,10 @@ def _only(
     """In the nested form: the saved group that these parameters, and no others, were in."""
     own = sources[number]
     if len(own) > 1:
-        first, second = saved.groups[own[0]], saved.groups[own[1]]
+        first, second = saved.groups[own[0]].values, saved.groups[own[1]].values
         raise OptimizerStateError(
             f"the parameters of parameter group {number} were saved in several groups, {own!r} "
-            f"({_differing(first, second) or 'with equal hyper-parameters'}); give the optimizer "
+            f"({differences(first, second) or 'with equal hyper-parameters'}); give the optimizer "
             f"the {len(saved.groups)} groups that it had, or say with `groups` which ones are meant"
         )
     for other, theirs in enumerate(sources[:number]):
@@ -240,23 +259,6 @@ def _twin(number: int, group: LiveGroup, num_live: int, saved: SavedGroups) -> i
     return number if unlisted else None
 
 
-def _differing(one: SavedGroup, other: SavedGroup) -> str:
-    names = sorted(one.values.keys() | other.values.keys())
-    return ", ".join(
-        f"`{name}` {_show(one.values, name)} and {_show(other.values, name)}"
-        for name in names
-        if not _same(one.values, other.values, name)
-    )
-
-
-def _same(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
-    return name in one and name in other and same_value(one[name], other[name])
-
-
-def _show(values: Mapping[str, Any], name: str) -> str:
-    return repr(values[name]) if name in values else "(none)"
-
-
 def _plan_group(
     number: int,
     group: LiveGroup,
@@ -276,8 +278,8 @@ def _plan_group(
                 group=number,
                 name=name,
                 what=what,
-                value=_show(final, name),
-                instead_of=_show(instead_of, name),
+                value=show_named(final, name),
+                instead_of=show_named(instead_of, name),
             )
         )
 
@@ -288,10 +290,10 @@ def _plan_group(
             note("restored", name, own)
     if wanted is not None:
         for name in own:
-            if not _same(final, wanted, name):
+            if not same_named(final, wanted, name):
                 note("kept", name, wanted)
     for values in sources:
         for name in values if values is not wanted else ():
-            if not _same(final, values, name):
+            if not same_named(final, values, name) and not same_named(wanted or {}, values, name):
                 note("moved", name, values)
     return GroupPlan(new, tuple(dict.fromkeys(changes)))

@@ -17,8 +17,8 @@ import torch
 from dcp_reshard._torch import set_element
 from dcp_reshard.catalog import Catalog, KeyPath, StoredTensor
 from dcp_reshard.errors import OptimizerStateError
+from dcp_reshard.hyper_values import same_value
 from dcp_reshard.nearest_names import shorten
-from dcp_reshard.optimizer_groups import same_value
 from dcp_reshard.optimizer_keys import StateKey
 from dcp_reshard.optimizer_memory import (
     check_shapes,

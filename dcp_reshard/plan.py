@@ -76,9 +76,10 @@ class PlanOptions:
 
     groups: Mapping[str, int | str | None] | None = None
     """Hyper-parameters of a parameter group of the state dict (by its key, such as
-    ``"optimizer.param_groups.0"``) are those of a saved group (by number), or of the saved group of
-    a parameter (by its name in the checkpoint), or the ones it has (None). For groups not named
-    here they follow from the parameters."""
+    ``"optimizer.param_groups.0"``; flattened, that of any of its parameters, such as
+    ``"optimizer.param_groups.up.weight"``) are those of a saved group (by number), or of the saved
+    group of a parameter (by its name in the checkpoint), or the ones it has (None). For groups not
+    named here they follow from the parameters."""
 
     keep_hyper_parameters: Collection[str] = ()
     """Names of hyper-parameters of parameter groups that keep their value, such as ``lr``."""

@@ -46,13 +46,7 @@ from dcp_reshard.portable import portable
 from dcp_reshard.rank_values import AskedFor, collect_asked_for, warn_of_shared_values
 from dcp_reshard.read_items import make_read_items
 from dcp_reshard.stored_keys import check_restored, find_old_objects, match_wrapped
-from dcp_reshard.template_groups import (
-    Template,
-    TemplatePlan,
-    check_group_options,
-    find_templates,
-    plan_template,
-)
+from dcp_reshard.template_load import TemplateLoad
 from dcp_reshard.torch_metadata import catalog_of, reader_of
 from dcp_reshard.values import (
     Taken,
@@ -116,8 +110,7 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         self._keys: dict[str, str] = {}
         self._renamed: dict[str, str] = {}
         self._reader: StorageReader | None = None
-        self._templates: list[Template] = []
-        self._template_plans: list[TemplatePlan] = []
+        self._templates = TemplateLoad([])
         self._taken: dict[str, Taken] = {}
         self._known: list[tuple[dict[str, Any], str, Taken]] = []
         self._materialised: list[str] = []
@@ -162,7 +155,7 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             PlanError: The checkpoint and the state dict do not fit.
             ChunkCoverageError: The checkpoint does not hold all of a tensor.
         """
-        unknown = self._plan_templates()
+        self._plan_templates()
         layouts = collect_layout(self.state_dict)
         self._from_numbers = {
             fqn: layout for fqn, layout in layouts.items() if self._is_stored_as_number(layout)
@@ -185,24 +178,19 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             wants,
             objects=objects,
             options=replace(self.options, rename=self._keys),
-            read=[key for template in self._template_plans for key in template.read],
+            read=self._templates.read(),
         )
         plan = replace(
             plan,
-            missing=(*plan.missing, *unknown),
+            missing=(*plan.missing, *self._templates.unknown),
             renamed=tuple(self._renamed.items()),
-            hyper_parameters=tuple(
-                change
-                for template in self._template_plans
-                for group in template.plans
-                for change in group.changes
-            ),
+            hyper_parameters=self._templates.changes(),
         )
         planned = {tensor.fqn for tensor in plan.tensors}
         self._layouts = {fqn: layout for fqn, layout in layouts.items() if fqn in planned}
         self._materialise_meta_tensors()
         lossy = self.options.dtype_policy == "cast"
-        self._known = [v for t in self._template_plans for v in t.convert(lossy=lossy)]
+        self._known = list(self._templates.convert(lossy=lossy))
         self.plan = plan
         return LoadPlan(make_read_items(plan), planner_data=collect_asked_for(self.state_dict))
 
@@ -245,12 +233,11 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         """
         fqn = read_item.dest_index.fqn
         if isinstance(value, torch.Tensor):
+            self._templates.check(self.mappings[fqn], value)
             self._taken[fqn] = Taken(to_number(fqn, value, self.state_dict[fqn]))
             return
         loaded = self._load_object(fqn, value)
-        for template in self._templates:
-            if template.has(self.mappings[fqn], "param_groups"):
-                template.check_list(self.mappings[fqn], loaded)
+        self._templates.check(self.mappings[fqn], loaded)
         mine, layout = self.state_dict[fqn], self._from_numbers.get(fqn)
         if layout is None:
             self._taken[fqn] = merge_object(fqn, mine, loaded)
@@ -302,8 +289,11 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         Raises:
             PlanError: A number of the type that the state dict has cannot have this value.
         """
-        if read_item.dest_index.fqn in self._to_numbers:
+        fqn = read_item.dest_index.fqn
+        if fqn in self._to_numbers:
             self._take(read_item, tensor)
+        else:
+            self._templates.check(self.mappings[fqn], tensor)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The local memory for a box of a global tensor.
@@ -349,35 +339,18 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             values[fqn], paths[fqn] = old_values[fqn], old_paths[fqn]
         return values, paths
 
-    def _plan_templates(self) -> list[str]:
-        """Plan the parameter groups of optimizers, and take them out of what is left to load.
-
-        Returns:
-            Keys of groups that the checkpoint does not know.
-        """
-        templates = find_templates(self.original_state_dict) if self.flatten_state_dict else []
-        check_group_options(self.options, templates)
-        self._templates, self._template_plans = templates, []
-        unknown: list[str] = []
-        for template in templates if self._reader is not None else ():
-            plan = plan_template(
-                template,
-                self.mappings,
-                self._keys,
-                self._catalog,
-                options=self.options,
-                read=self._read,
-            )
-            if plan is None:
-                continue
-            self._template_plans.append(plan)
-            for fqn, path in self.mappings.items():
-                if template.has(path, "param_groups"):
-                    if len(path) > len(template.path) + 1 and path[-2] in plan.unknown:
-                        unknown.append(fqn)
-                    del self.state_dict[fqn], self._keys[fqn]
-                    self._renamed.pop(fqn, None)
-        return unknown
+    def _plan_templates(self) -> None:
+        """Plan the parameter groups of optimizers, and take them out of what is left to load."""
+        nested = self.original_state_dict if self.flatten_state_dict else {}
+        self._templates = TemplateLoad.of(nested, self.options)
+        if self._reader is None:
+            self._templates.compare(self.mappings, self._keys, self._catalog, self.state_dict)
+            return
+        for fqn in self._templates.plan(
+            self.mappings, self._keys, self._catalog, options=self.options, read=self._read
+        ):
+            del self.state_dict[fqn], self._keys[fqn]
+            self._renamed.pop(fqn, None)
 
     def _read(self, values: dict[str, Any]) -> None:
         """Fill values of the checkpoint, by key, on this rank alone."""

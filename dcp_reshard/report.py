@@ -100,8 +100,8 @@ class ReadStats:
 class HyperParameter:
     """One hyper-parameter of one parameter group that is not what it was, or not what was saved."""
 
-    group: int
-    """Number of the group in the optimizer."""
+    group: int | str
+    """Number of the group in the optimizer; in a flattened template, its first parameter."""
 
     name: str
     """Name of the hyper-parameter."""

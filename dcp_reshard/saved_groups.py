@@ -7,7 +7,7 @@ hyper-parameters for each parameter, so there every parameter is a group of its 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,11 @@ class SavedGroups:
     def params(self) -> list[str]:
         """Names of all parameters."""
         return [name for group in self.groups for name in group.params]
+
+    def by_parameter(self) -> SavedGroups:
+        """The same, with each parameter a group of its own."""
+        own = (SavedGroup((name,), group.values) for group in self.groups for name in group.params)
+        return replace(self, groups=tuple(own), flattened=True)
 
 
 def group_memory(stored: StoredOptimizer, catalog: Catalog) -> dict[str, Any]:
