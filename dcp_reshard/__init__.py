@@ -40,6 +40,7 @@ from dcp_reshard.reader import ReshardStorageReader
 from dcp_reshard.report import HyperParameter, LoadReport, OptimizerReport
 from dcp_reshard.reshard import LazySplit, reshard_tensor
 from dcp_reshard.save_planner import ReshardSavePlanner
+from dcp_reshard.shard_orders import ShardOrderWarning
 from dcp_reshard.sharded_parameter import shard_parameter
 from dcp_reshard.verify import verify
 from dcp_reshard.verify_report import Problem, VerifyReport
@@ -79,6 +80,7 @@ __all__ = [
     "ReshardStorageReader",
     "RetryPolicy",
     "ShapeMismatchError",
+    "ShardOrderWarning",
     "StorageError",
     "UnsafeCheckpointError",
     "VerifyReport",

@@ -79,8 +79,10 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
     return tensor.to_local()  # waits for a result that is still under way
 
 
-def dtensor_cuts(tensor: DTensor, *, fqn: str) -> list[Cut] | None:
-    """The cuts that a DTensor's placements make on this rank, in the order in which they were made.
+def dtensor_cuts(
+    tensor: DTensor, *, fqn: str, coordinate: Sequence[int] | None = None
+) -> list[Cut] | None:
+    """The cuts that a DTensor's placements make on a rank, in the order in which they were made.
 
     torch 2.13 has two readings of `_StridedShard`, told apart by a private field of the spec. As
     FSDP2 uses it, it says that axes to its right cut the dim before it did; where a view
@@ -88,13 +90,19 @@ def dtensor_cuts(tensor: DTensor, *, fqn: str) -> list[Cut] | None:
     The order of plain shards is from left to right unless the spec has another
     (`DTensorSpec.shard_order`).
 
+    Args:
+        tensor: The tensor.
+        fqn: Its key.
+        coordinate: Where the rank is in the tensor's mesh; this rank's place if None.
+
     Returns:
         The cuts, or None if this rank is not part of the tensor's mesh.
 
     Raises:
         LayoutError: A placement is neither a shard nor a replica (`Partial`, say).
     """
-    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        coordinate = tensor.device_mesh.get_coordinate()
     cuts: dict[int, Cut] = {}
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):

@@ -45,6 +45,7 @@ from dcp_reshard.plan import PlanOptions, ReadPlan, Want, plan_reads
 from dcp_reshard.portable import portable
 from dcp_reshard.rank_values import AskedFor, collect_asked_for, warn_of_shared_values
 from dcp_reshard.read_items import make_read_items
+from dcp_reshard.shard_orders import warn_of_shard_orders
 from dcp_reshard.stored_keys import check_restored, find_old_objects, match_wrapped
 from dcp_reshard.template_load import TemplateLoad
 from dcp_reshard.torch_metadata import catalog_of, reader_of
@@ -154,6 +155,9 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             LayoutError: A tensor of the state dict cannot be described.
             PlanError: The checkpoint and the state dict do not fit.
             ChunkCoverageError: The checkpoint does not hold all of a tensor.
+
+        Warns:
+            ShardOrderWarning: Tensors have an order of shards that stock's saves get wrong.
         """
         self._plan_templates()
         layouts = collect_layout(self.state_dict)
@@ -192,6 +196,9 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         lossy = self.options.dtype_policy == "cast"
         self._known = list(self._templates.convert(lossy=lossy))
         self.plan = plan
+        if self.is_coordinator:
+            in_parts = [tensor.fqn for tensor in plan.tensors if len(tensor.stored.chunks) > 1]
+            warn_of_shard_orders(self.state_dict, in_parts)
         return LoadPlan(make_read_items(plan), planner_data=collect_asked_for(self.state_dict))
 
     @before_writing

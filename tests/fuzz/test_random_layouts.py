@@ -9,6 +9,7 @@ from tests.fuzz.random_layouts import run_trial
 TRIALS = 60
 
 
+@pytest.mark.filterwarnings("ignore::dcp_reshard.ShardOrderWarning")
 @pytest.mark.parametrize("first", range(0, TRIALS, 20))
 def test_what_random_layouts_load_is_right_or_refused(first: int) -> None:
     """Of what was saved under any layout, a load under any other gives each rank its own elements.
