@@ -6,9 +6,11 @@ Tested against torch 2.13.0.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from dcp_reshard.errors import LayoutError
 
@@ -23,10 +25,10 @@ class FlatSlice:
     """Names of the original parameter in the model, several if it is shared."""
 
     shape: tuple[int, ...]
-    """Shape of the original parameter."""
+    """Shape of what was flattened: the original parameter, or this rank's shard of it."""
 
     start: int
-    """First element held, in the flattened original parameter."""
+    """First element held, of what was flattened."""
 
     end: int
     """One past the last element held."""
@@ -37,6 +39,10 @@ class FlatSlice:
     size: int
     """Elements of that parameter while it is sharded, padding included."""
 
+    shard_of: DTensor | None = None
+    """The original parameter, on the meta device, if it is tensor-parallel: a shard of it was
+    flattened."""
+
 
 def fsdp1_flat_slices(model: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[FlatSlice, ...]]:
     """Original parameters in each parameter that FSDP1 has cut from a flat one, or made flat.
@@ -46,7 +52,7 @@ def fsdp1_flat_slices(model: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[
     which gather each state in full on every rank first.
 
     Raises:
-        LayoutError: A flat parameter is made of tensor-parallel parameters.
+        LayoutError: A parameter was flattened in another order than that of its dims.
     """
     slices: dict[torch.nn.Parameter, tuple[FlatSlice, ...]] = {}
     for prefix, module in model.named_modules():
@@ -55,9 +61,8 @@ def fsdp1_flat_slices(model: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[
             continue
         flat = handle.flat_param
         names = [[f"{prefix}.{fqn}" if prefix else fqn] for fqn in flat._fqns]
-        if any(extension is not None for extension in flat._param_extensions):
-            name = names[0][0]
-            raise LayoutError(f"parameter `{name}`: FSDP1 over tensor parallelism", fqn=name)
+        for [name], shape, strides in zip(names, flat._shapes, flat._strides, strict=True):
+            _check_order(name, shape, strides)
         primary = {(info.module, info.param_name): i for i, info in enumerate(flat._param_infos)}
         for shared in flat._shared_param_infos:
             own = f"{shared.module_name}.{shared.param_name}".lstrip(".")
@@ -71,8 +76,15 @@ def fsdp1_flat_slices(model: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[
                 info.intra_param_end_idx + 1 if info.in_shard else 0,
                 info.offset_in_shard or 0,
                 flat._sharded_size.numel(),
+                None if spec is None else _sharded_by(spec, shape),
             )
-            for own, shape, info in zip(names, flat._shapes, flat._shard_param_infos, strict=True)
+            for own, shape, info, spec in zip(
+                names,
+                flat._shapes,
+                flat._shard_param_infos,
+                flat._param_extensions,
+                strict=True,
+            )
         ]
         if flat._params is None:
             slices[flat] = tuple(held)
@@ -80,3 +92,23 @@ def fsdp1_flat_slices(model: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[
             for param, part in zip(flat._params, held, strict=True):
                 slices[param] = (replace(part, offset=0, size=part.end - part.start),)
     return slices
+
+
+def _check_order(name: str, shape: torch.Size, strides: tuple[int, ...]) -> None:
+    # torch 2.13 flattens in the order of memory, and gathers state in that order as if it were that
+    # of the dims. So what was saved from such a layout is in one order, all else in the other.
+    if not torch.empty_strided(shape, strides, device="meta").is_contiguous():
+        raise LayoutError(
+            f"parameter `{name}`: FSDP1 has flattened it in the order of its memory, of strides "
+            f"{strides!r} for shape {tuple(shape)!r} (`channels_last`, say), and the order in "
+            f"which its state was saved cannot be known; make it contiguous before it is wrapped",
+            fqn=name,
+        )
+
+
+def _sharded_by(spec: Any, shape: torch.Size) -> DTensor:
+    """A DTensor with the layout that torch's `DTensorExtensions` keep of what they flatten."""
+    local = torch.empty(shape, device="meta")
+    return DTensor.from_local(
+        local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+    )

@@ -16,9 +16,9 @@ from torch import nn
 from dcp_reshard._torch import DTensor, ShardedTensor
 from dcp_reshard._torch_fsdp1 import FlatSlice, fsdp1_flat_slices
 from dcp_reshard.box import Box
-from dcp_reshard.errors import OptimizerStateError
+from dcp_reshard.errors import LayoutError, OptimizerStateError
 from dcp_reshard.flat_range import flat_range_boxes
-from dcp_reshard.layout import LocalShard, TensorLayout
+from dcp_reshard.layout import LocalShard, TensorLayout, collect_tensor_layout
 from dcp_reshard.nearest_names import shorten
 from dcp_reshard.param_names import canonical_name
 
@@ -38,6 +38,9 @@ class Original:
     part: FlatSlice | None = None
     """Which elements this rank holds, and where in the optimizer's parameter; None if that is the
     parameter itself."""
+
+    origin: tuple[int, ...] = ()
+    """Where what FSDP1 has flattened lies in the parameter: not at 0 under tensor parallelism."""
 
     @property
     def name(self) -> str:
@@ -88,7 +91,7 @@ def collect_live_params(
         groups.append([])
         for i, param in enumerate(group["params"]):
             if param in flat:
-                originals = tuple(Original(p.names, p.shape, p) for p in flat[param])
+                originals = tuple(map(_flattened, flat[param]))
             elif param in names:
                 originals = (Original(tuple(names[param]), tuple(param.size())),)
             else:
@@ -99,6 +102,22 @@ def collect_live_params(
             _check_real(param, originals)
             groups[-1].append(LiveParam(param, originals))
     return groups
+
+
+def _flattened(part: FlatSlice) -> Original:
+    if part.shard_of is None:
+        return Original(part.names, part.shape, part, (0,) * len(part.shape))
+    name = canonical_name(part.names[0])
+    layout = collect_tensor_layout(name, part.shard_of)
+    if len(layout.shards) > 1:
+        raise LayoutError(
+            f"parameter `{name}`: FSDP1 has flattened a shard of several boxes, placed as "
+            f"{part.shard_of.placements!r} on {part.shard_of.device_mesh!r}; use FSDP2",
+            fqn=name,
+        )
+    # A rank without rows has no box, and no elements either.
+    origin = layout.shards[0].box.offsets if layout.shards else (0,) * len(layout.shape)
+    return Original(part.names, layout.shape, part, origin)
 
 
 def _check_real(param: torch.Tensor, originals: Sequence[Original]) -> None:
@@ -118,9 +137,9 @@ def slice_layout(key: str, original: Original, memory: torch.Tensor) -> TensorLa
     assert part is not None
     position = part.offset
     shards: list[LocalShard] = []
-    boxes: list[Box] = flat_range_boxes(original.shape, part.start, part.end)
+    boxes: list[Box] = flat_range_boxes(part.shape, part.start, part.end)
     for box in boxes:
         view = memory[position : position + box.numel].view(box.sizes)
-        shards.append(LocalShard(box, view))
+        shards.append(LocalShard(box.translate(original.origin), view))
         position += box.numel
     return TensorLayout(key, original.shape, memory.dtype, tuple(shards))

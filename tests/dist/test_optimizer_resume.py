@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -265,3 +267,60 @@ def test_factored_moments_are_restored_where_torch_cannot_step_with_them(tmp_pat
     """Each is whole on every rank, though an Adafactor of torch 2.13 has no use for that yet."""
     gloo_world(1, save, Run("one", "adafactor"), str(tmp_path))
     gloo_world(3, step_with_factors, str(tmp_path))
+
+
+def resume_over_tp(rank: int, run: Run, path: str) -> list[float]:
+    trained, its_optimizer = run.build()
+    train(trained, its_optimizer, start=0, steps=STEPS)
+    model, optimizer = run.build()
+    load_model(path, model)
+    load_optimizer(model, optimizer, path, optimizer_key="train.optim")
+    for param, own in zip(trained.parameters(), model.parameters(), strict=True):
+        wanted, found = its_optimizer.state[param], optimizer.state[own]
+        assert wanted.keys() == found.keys()
+        for kind, value in wanted.items():
+            torch.testing.assert_close(found[kind], value, rtol=1e-4, atol=1e-6)
+    return train(model, optimizer, start=STEPS, steps=STEPS)
+
+
+@pytest.mark.parametrize("dest", ["fsdp1xtp-2x2", "fsdp1xtp-2x2-flat"])
+@pytest.mark.parametrize("source", ["fsdp2xtp-2x2", "fsdp2-3"])
+def test_fsdp1_over_tensor_parallelism_goes_on(source: str, dest: str, tmp_path: Path) -> None:
+    """Row 27: each rank has the state that it would have if it had trained from the start.
+
+    What torch does is not run here: its `get_optimizer_state_dict` may not end in this layout.
+    """
+    grouped = "flat" not in dest
+    one, other = (Run(layout, grouped=grouped) for layout in (source, dest))
+    gloo_world(one.size, save, one, str(tmp_path))
+    losses = gloo_world(other.size, resume_over_tp, other, str(tmp_path))
+    wanted = losses_of("adamw", 2 * STEPS, grouped=grouped)[STEPS:]
+    for own in losses:
+        torch.testing.assert_close(own, wanted, rtol=1e-5, atol=0)
+
+
+class Convolution(nn.Module):
+    def __init__(self, memory: torch.memory_format) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 4, 2).to(memory_format=memory)
+
+
+def load_convolution(rank: int, path: str, memory: torch.memory_format) -> str:
+    model = FullyShardedDataParallel(Convolution(memory), device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    try:
+        load_optimizer(model, optimizer, path)
+    except CheckpointException as error:
+        return str(error)
+    return ""
+
+
+def test_parameters_that_fsdp1_flattens_in_another_order_are_refused(tmp_path: Path) -> None:
+    """torch saves their state in the order of memory, and others save it in that of the dims."""
+    model = Convolution(torch.contiguous_format)
+    optimizer = torch.optim.AdamW(model.parameters())
+    osd = get_optimizer_state_dict(model, optimizer)
+    dcp.save({"optimizer": osd}, checkpoint_id=tmp_path)
+    for memory, says in ((torch.contiguous_format, ""), (torch.channels_last, "`layer.weight`")):
+        for message in gloo_world(2, load_convolution, str(tmp_path), memory):
+            assert says in message if says else not message

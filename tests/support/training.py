@@ -86,6 +86,11 @@ def _fsdp2_tp(model: nn.Module, dp: int, tp: int) -> nn.Module:
     return _fsdp2(_tp(model, mesh["tp"]), mesh["dp"])
 
 
+def _fsdp1_tp(model: nn.Module, **options: Any) -> nn.Module:
+    mesh = _mesh(2, 2)
+    return _fsdp1(_tp(model, mesh["tp"]), device_mesh=mesh["dp"], **options)
+
+
 LAYOUTS: dict[str, tuple[int, Callable[[nn.Module], nn.Module]]] = {
     "one": (1, lambda model: model),
     "fsdp2-2": (2, lambda model: _fsdp2(model, _mesh(2))),
@@ -99,6 +104,8 @@ LAYOUTS: dict[str, tuple[int, Callable[[nn.Module], nn.Module]]] = {
     "fsdp1-3": (3, lambda model: _fsdp1(model, use_orig_params=True)),
     "fsdp1-2-flat": (2, lambda model: _fsdp1(model, use_orig_params=False)),
     "fsdp1-3-flat": (3, lambda model: _fsdp1(model, use_orig_params=False)),
+    "fsdp1xtp-2x2": (4, lambda model: _fsdp1_tp(model, use_orig_params=True)),
+    "fsdp1xtp-2x2-flat": (4, lambda model: _fsdp1_tp(model, use_orig_params=False)),
     "fsdp1-hybrid": (
         4,
         lambda model: _fsdp1(
