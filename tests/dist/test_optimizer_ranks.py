@@ -10,9 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.optimizer import (
+    load_sharded_optimizer_state_dict as torch_load_sharded,
+)
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from dcp_reshard import (
     OptimizerOptions,
@@ -22,6 +26,7 @@ from dcp_reshard import (
 )
 from tests.support.training import (
     LAYOUTS,
+    OPTIMIZERS,
     Net,
     make_optimizer,
     read_whole,
@@ -162,6 +167,51 @@ def test_state_follows_ignored_and_shared_parameters_of_fsdp1(
     for restored, extra, new in reports:
         assert len(restored) == 6
         assert extra == new == ()
+
+
+class CountingPlanner(dcp.DefaultLoadPlanner):
+    plans = 0
+
+    def create_local_plan(self) -> Any:
+        self.plans += 1
+        return super().create_local_plan()
+
+
+def load_as_torch_does(rank: int, path: str) -> None:
+    reader = dcp.FileSystemReader(path)
+    model, optimizer = build_mixed("originals", steps=0)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        params = model.state_dict()
+    assert type(params["scale.weight"]) is torch.Tensor
+    osd = torch_load_sharded(params, "adamw", reader)["adamw"]
+    flat = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, osd)
+    optimizer.load_state_dict(flat)
+    moment = optimizer.state[model.module.scale.weight]["exp_avg"]
+    assert isinstance(moment, ShardedTensor)
+    assert [shard.tensor.shape[0] for shard in moment.local_shards()] == [3 - rank]
+    with pytest.raises(RuntimeError, match="not supported for ShardedTensor"):
+        train(model, optimizer, start=2, steps=1)
+
+    params, planner = LAYOUTS["fsdp2-2"][1](Net()).state_dict(), CountingPlanner()
+    osd = torch_load_sharded(params, "adafactor", reader, planner)["adafactor"]
+    assert planner.plans == 1
+    assert {kind: type(value) for kind, value in osd["state"]["up.weight"].items()} == {
+        "step": torch.Tensor,
+        "row_var": ShardedTensor,
+        "col_var": ShardedTensor,
+    }
+    assert torch_load_sharded(params, "nested.adamw", reader) == {}
+
+
+def test_what_torch_does_with_state_that_is_not_laid_out_alike(tmp_path: Path) -> None:
+    """Rows 22, 23, 24 and 25: what `load_sharded_optimizer_state_dict` of torch 2.13 gives."""
+    saved: dict[str, Any] = {}
+    for kind, model in (("adamw", Mixed()), ("adafactor", Net())):
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        train(model, optimizer, start=0, steps=1)
+        saved[kind] = get_optimizer_state_dict(model, optimizer)
+    dcp.save({**saved, "nested": saved}, checkpoint_id=tmp_path)
+    gloo_world(2, load_as_torch_does, str(tmp_path))
 
 
 def load_by_other_name(rank: int, path: str, kind: str) -> tuple[str, ...]:
