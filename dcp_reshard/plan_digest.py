@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_reshard.catalog import Catalog
 from dcp_reshard.errors import InconsistentRanksError, PlanError
+from dcp_reshard.read_items import count_items, find_planned
 from dcp_reshard.storage import ByteSource, read_bytes
 
 __all__ = ["PlanDigest", "check_digests", "digest_plan"]
@@ -54,11 +55,12 @@ def digest_plan(
     Raises:
         StorageError: A metadata file could not be read.
     """
-    keys = hashlib.blake2b(digest_size=16)
-    for fqn in sorted({item.dest_index.fqn for item in plan.items}):
-        keys.update(fqn.encode(errors="surrogatepass") + b"\0")
+    planned = find_planned(plan)
+    fqns = planned.keys if planned is not None else {item.dest_index.fqn for item in plan.items}
+    text = "\0".join(sorted(fqns)).encode(errors="surrogatepass")
+    keys = hashlib.blake2b(text, digest_size=16).hexdigest()
     fingerprint = _fingerprint(catalog, source)
-    return PlanDigest(fingerprint, keys.hexdigest(), way, len(plan.items), num_peers)
+    return PlanDigest(fingerprint, keys, way, count_items(plan), num_peers)
 
 
 def _fingerprint(catalog: Catalog, source: ByteSource) -> str:

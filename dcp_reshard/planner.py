@@ -44,7 +44,7 @@ from dcp_reshard.objects import load_data
 from dcp_reshard.plan import PlanOptions, ReadPlan, Want, plan_reads
 from dcp_reshard.portable import portable
 from dcp_reshard.rank_values import AskedFor, collect_asked_for, warn_of_shared_values
-from dcp_reshard.read_items import make_read_items
+from dcp_reshard.read_items import Planned, PlannedLoad, make_read_items
 from dcp_reshard.shard_orders import warn_of_shard_orders
 from dcp_reshard.stored_keys import check_restored, find_old_objects, match_wrapped
 from dcp_reshard.template_load import TemplateLoad
@@ -199,7 +199,13 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         if self.is_coordinator:
             in_parts = [tensor.fqn for tensor in plan.tensors if len(tensor.stored.chunks) > 1]
             warn_of_shard_orders(self.state_dict, in_parts)
-        return LoadPlan(make_read_items(plan), planner_data=collect_asked_for(self.state_dict))
+        asked_for = collect_asked_for(self.state_dict)
+        if type(self) is not ReshardLoadPlanner:
+            # A subclass may do something else with the items, or when it is asked for memory.
+            return LoadPlan(make_read_items(plan), planner_data=asked_for)
+        told = self._layouts if self._templates.compares else self._to_numbers
+        made_of = Planned(plan, self._layouts, self, told=told)
+        return PlannedLoad.of(made_of, planner_data=asked_for)
 
     @before_writing
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:

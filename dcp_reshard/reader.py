@@ -10,7 +10,8 @@ What happens in a load, from the top::
       prepare_global_plan        plan_digest.check_digests on the coordinator
       read_data
         job_read.JobRead.run       choice                    each for itself, or together
-          wanted.Wanted.resolve    planner.resolve_tensor    item -> chunk, part of it, destination
+          wanted.Wanted.resolve    read_items.Planned.parts  part of a chunk, destination; by the
+                                   planner.resolve_tensor    items, with another planner
           wanted.Wanted.check_values  planner.check_value    what is not a tensor is read first
           direct.DirectRead.run
             probe.probe_items      payload.find_payload      where a chunk's elements lie; of small
@@ -30,13 +31,13 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -50,6 +51,7 @@ from dcp_reshard.metadata import DcpCheckpoint, read_own_copies
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.plan_digest import PlanDigest, check_digests, digest_plan
 from dcp_reshard.portable import portable
+from dcp_reshard.read_items import count_items
 from dcp_reshard.report import ReadStats
 from dcp_reshard.retry import RetryingSource
 from dcp_reshard.storage import CountingSource
@@ -117,7 +119,7 @@ class ReshardStorageReader(StorageReader):
         self.stats = ReadStats()
         self._source: CountingSource | None = None
         self._lockstep: Lockstep | None = None
-        self._items: Sequence[ReadItem] = ()
+        self._plan: LoadPlan | None = None
         self._own: Catalog | None = None
         self._load_id = str(uuid.uuid4())
         self.destination.touched = False
@@ -217,7 +219,7 @@ class ReshardStorageReader(StorageReader):
         self.waiting_for = "make their plans"
         if not self.options.keep_plan_local:
             return replace(plan, storage_data=digest)
-        self._items = plan.items
+        self._plan = plan
         return replace(plan, items=[], storage_data=digest)
 
     def _way(self) -> str:
@@ -281,7 +283,7 @@ class ReshardStorageReader(StorageReader):
             wanted.check_values,
             destination,
         )
-        result = job.run(lambda: wanted.resolve(self._planned_items(plan)))
+        result = job.run(lambda: wanted.resolve(self._local_plan(plan)))
         seconds, read = time.perf_counter() - started, result.read
         wanted.deliver()
         self.stats.requests = self._source.requests
@@ -300,7 +302,7 @@ class ReshardStorageReader(StorageReader):
             "read": seconds - wanted.seconds - result.verify_seconds,
             "verify": result.verify_seconds,
         }
-        self._items = ()
+        self._plan = None
         self.waiting_for = "end the load"
 
     def _find_peers(self) -> Lockstep | None:
@@ -331,13 +333,14 @@ class ReshardStorageReader(StorageReader):
     def _wait_for(self, what: str) -> None:
         self.waiting_for = what
 
-    def _planned_items(self, plan: LoadPlan) -> Sequence[ReadItem]:
+    def _local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan of this rank, of which `plan` came back from the coordinator."""
         digest = plan.storage_data
         if not self.options.keep_plan_local or not isinstance(digest, PlanDigest):
-            return plan.items
-        if plan.items or digest.num_items != len(self._items):
+            return plan
+        if plan.items or self._plan is None or digest.num_items != count_items(self._plan):
             raise PlanError(
                 "the planner changed the plan after it was made, but the plan had been kept on "
                 "this rank; use `ReaderOptions(keep_plan_local=False)` with this planner"
             )
-        return self._items
+        return self._plan

@@ -98,6 +98,11 @@ class TemplateLoad:
             if keys[fqn] not in catalog:
                 self.check(path, values[fqn])
 
+    @property
+    def compares(self) -> bool:
+        """Whether `check` compares anything."""
+        return bool(self._compared)
+
     def check(self, path: KeyPath, value: object) -> None:
         """Compare a value that has arrived, if it is one of a group that was not planned.
 

@@ -1,24 +1,26 @@
 """What does a planner want of the checkpoint, and how does it get it?
 
-Its read items become parts of stored chunks with the memory that they go to, and objects. What is
-not a tensor in the state dict is read first, and looked at by the planner. When all is read the
-planner is given the objects, and told of the parts. Works with any planner.
+Its read items become parts of stored chunks with the memory that they go to, and objects; a plan of
+ours says itself what they would become (see `read_items`). What is not a tensor in the state dict
+is read first, and looked at by the planner. When all is read the planner is given the objects, and
+told of the parts. Works with any planner.
 """
 
 from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from dcp_reshard.catalog import Catalog, StoredObject
 from dcp_reshard.errors import CheckpointFormatError, PlanError
 from dcp_reshard.objects import check_data_only
 from dcp_reshard.parts import ReadList, WantedPart
+from dcp_reshard.read_items import find_planned
 
 __all__ = ["Wanted"]
 
@@ -42,7 +44,7 @@ class Wanted:
     seconds: float = 0.0
     """Time in which it was asked for memory."""
 
-    _parts: list[tuple[ReadItem, WantedPart]] = field(default_factory=list, init=False)
+    _parts: list[tuple[ReadItem | None, WantedPart]] = field(default_factory=list, init=False)
     _objects: list[tuple[ReadItem, StoredObject]] = field(default_factory=list, init=False)
     _known: dict[str, bytes] = field(default_factory=dict, init=False)
     _values: list[tuple[ReadItem, WantedPart]] = field(default_factory=list, init=False)
@@ -52,11 +54,11 @@ class Wanted:
         """Number of stored chunks of which at least part is wanted."""
         return len({(part.stored.fqn, part.chunk) for _, part in self._parts})
 
-    def resolve(self, items: Sequence[ReadItem]) -> tuple[ReadList, ReadList]:
-        """Ask the planner for memory.
+    def resolve(self, plan: LoadPlan) -> tuple[ReadList, ReadList]:
+        """Ask the planner for memory, unless it has said already where there is some.
 
         Args:
-            items: The read items of its plan.
+            plan: Its plan.
 
         Returns:
             What is to be read, and what only this rank may want of the place where it is: copies
@@ -67,26 +69,42 @@ class Wanted:
             CheckpointFormatError: A value is known to be of no use.
         """
         started = time.perf_counter()
-        for item in items:
-            if item.type == LoadItemType.BYTE_IO:
-                self._objects.append((item, self._find_object(item)))
-            else:
-                part = self._resolve_tensor(item)
-                if part.dest.numel():
-                    self._parts.append((item, part))
+        planned = find_planned(plan)
+        if planned is not None and planned.planner is self.planner:
+            self._objects += [(item, self._find_object(item)) for item in planned.object_items()]
+            self._parts += planned.parts()
+        else:
+            for item in plan.items:
+                self._resolve(item)
         self.seconds += time.perf_counter() - started
         keys: Set[str] = getattr(self.planner, "value_keys", frozenset())
         shared, own = ReadList([], [], []), ReadList([], [], [])
         tensors, objects = (self.own.tensors, self.own.objects) if self.own else ({}, {})
-        for _, part in self._parts:
-            wanted = own if part.stored is tensors.get(part.stored.fqn) else shared
-            (wanted.values if part.fqn in keys else wanted.tensors).append(part)
+        for told, part in self._parts:
+            copy = tensors.get(part.stored.fqn)
+            if copy is not None and tuple(part.dest.size()) == copy.shape:
+                wanted, chosen = own, replace(part, stored=copy)
+            else:
+                wanted, chosen = shared, part
+            if part.fqn in keys:
+                assert told is not None
+                wanted.values.append(chosen)
+                self._values.append((told, part))
+            else:
+                wanted.tensors.append(chosen)
         for _, stored in self._objects:
             if stored.fqn not in self._known:
-                wanted = own if stored is objects.get(stored.fqn) else shared
-                wanted.objects.append(stored)
-        self._values = [(item, part) for item, part in self._parts if part.fqn in keys]
+                wanted = own if stored.fqn in objects else shared
+                wanted.objects.append(objects.get(stored.fqn, stored))
         return shared, own
+
+    def _resolve(self, item: ReadItem) -> None:
+        if item.type == LoadItemType.BYTE_IO:
+            self._objects.append((item, self._find_object(item)))
+            return
+        part = self._resolve_tensor(item)
+        if part.dest.numel():
+            self._parts.append((item, part))
 
     def _find_object(self, item: ReadItem) -> StoredObject:
         fqn = item.storage_index.fqn
@@ -95,7 +113,7 @@ class Wanted:
         stored = self.catalog.objects[fqn]
         if stored.known is not None:
             self._known[fqn] = stored.known.contents(fqn)
-        return self.own.objects.get(fqn, stored) if self.own else stored
+        return stored
 
     def _resolve_tensor(self, item: ReadItem) -> WantedPart:
         index = item.storage_index
@@ -119,8 +137,6 @@ class Wanted:
                 f"{tuple(dest.size())!r} for a part of shape {tuple(item.lengths)!r}",
                 fqn=item.dest_index.fqn,
             )
-        if self.own and index.fqn in self.own.tensors and tuple(dest.size()) == stored.shape:
-            stored = self.own.tensors[index.fqn]
         return WantedPart(item.dest_index.fqn, stored, chunk, tuple(item.storage_offsets), dest)
 
     def check_values(self, objects: Mapping[str, bytes]) -> None:
@@ -154,8 +170,9 @@ class Wanted:
             commit_plan()
         for item, stored in self._objects:
             self.planner.load_bytes(item, io.BytesIO(self._known[stored.fqn]))
-        for item, part in self._parts:
-            self.planner.commit_tensor(item, part.dest)
+        for told, part in self._parts:
+            if told is not None:
+                self.planner.commit_tensor(told, part.dest)
 
 
 def _check_object(fqn: str, contents: bytes) -> None:
