@@ -4,19 +4,26 @@ CRC-32 is linear over polynomials modulo P: the checksum of A followed by B is c
 len(B)) + crc(B). So parts that different requests or different ranks have read are verified
 together, and no byte is read twice. The multiplication is that of zlib's `crc32_combine` (M.
 Adler).
+
+It can be undone, too: of the checksums of A, of B, and of A followed by B any two give the third.
+So parts that overlap are held against each other wherever they make a circle: places in the record
+are points, parts are lines between them, and the stored checksum is one more line, from the first
+byte to the last. A part that is on no circle with that line is confirmed by nothing.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-__all__ = ["CrcPart", "combine_crc", "crc32", "find_crc", "merge_parts"]
+__all__ = ["CrcPart", "Joined", "combine_crc", "crc32", "join_parts", "merge_parts"]
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 0x80000000
+# x is a generator: its powers are all polynomials but 0.
+_ORDER = 2**32 - 1
 
 
 def _load_crc32() -> Callable[..., int]:
@@ -61,7 +68,7 @@ def _multiply(a: int, b: int) -> int:
 
 def _powers() -> tuple[int, ...]:
     powers = [_ONE >> 1]
-    while len(powers) < 67:
+    while len(powers) < 32:
         powers.append(_multiply(powers[-1], powers[-1]))
     return tuple(powers)
 
@@ -82,14 +89,20 @@ def combine_crc(first: int, second: int, second_length: int) -> int:
         >>> combine_crc(crc32(b"resh"), crc32(b"ard"), 3) == crc32(b"reshard")
         True
     """
+    return _shift(first, second_length) ^ second
+
+
+def _shift(crc: int, nbytes: int) -> int:
+    """The part of a checksum that bytes have in one that ends `nbytes` later (or before)."""
+    exponent = 8 * nbytes % _ORDER
     factor = _ONE
-    power = 3
-    while second_length:
-        if second_length & 1:
+    power = 0
+    while exponent:
+        if exponent & 1:
             factor = _multiply(_POWERS[power], factor)
-        second_length >>= 1
+        exponent >>= 1
         power += 1
-    return _multiply(factor, first) ^ second
+    return _multiply(factor, crc)
 
 
 def merge_parts(parts: Iterable[CrcPart]) -> list[CrcPart]:
@@ -104,36 +117,113 @@ def merge_parts(parts: Iterable[CrcPart]) -> list[CrcPart]:
     return merged
 
 
-def find_crc(parts: Iterable[CrcPart], length: int) -> int | None:
-    """The checksum of bytes 0 to `length`, if some of the parts follow one another from end to end.
+class Joined(NamedTuple):
+    """What parts of a record say together."""
 
-    Parts may repeat and overlap (replicas). Where two parts start at one byte, the longer is tried
-    first.
+    crc: int | None
+    """The checksum of all of it; None if some part of it is missing, or is confirmed by nothing."""
+
+    conflict: tuple[CrcPart, int] | None
+    """A part, and the checksum that others give to its bytes, if they contradict each other."""
+
+
+def join_parts(parts: Iterable[CrcPart], length: int) -> Joined:
+    """The checksum of bytes 0 to `length`, if it follows from the parts and would find each wrong.
+
+    Parts may repeat and overlap in any way.
 
     Example:
         >>> parts = [CrcPart(0, 4, crc32(b"resh")), CrcPart(4, 7, crc32(b"ard"))]
-        >>> find_crc(parts, 7) == crc32(b"reshard"), find_crc(parts, 8)
-        (True, None)
+        >>> join_parts(parts, 7) == (crc32(b"reshard"), None), join_parts(parts, 8)
+        (True, Joined(crc=None, conflict=None))
+        >>> join_parts([*parts, CrcPart(2, 7, crc32(b"shard"))], 7)  # no other ends at byte 2
+        Joined(crc=None, conflict=None)
+        >>> wrong = CrcPart(0, 7, crc32(b"rezhard"))
+        >>> join_parts([*parts, wrong], 7).conflict == (wrong, crc32(b"reshard"))
+        True
     """
-    following: dict[int, list[CrcPart]] = {}
-    for part in sorted(set(parts)):
-        if part.end > part.start:
-            following.setdefault(part.start, []).append(part)
-    chain: list[CrcPart] = []
-    position = 0
-    # Depth first; a part that leads to no chain is popped for good, so each is visited once.
-    while position != length:
-        choices = following.get(position)
-        if choices:
-            chain.append(choices.pop())
-        elif chain:
-            chain.pop()
-        else:
-            return None
-        position = chain[-1].end if chain else 0
-    if not chain:
-        return 0
-    crc = chain[0].crc
-    for part in chain[1:]:
-        crc = combine_crc(crc, part.crc, part.end - part.start)
-    return crc
+    lines = sorted({part for part in parts if part.end > part.start})
+    crc = position = 0
+    for line in lines:
+        if line.start != position:
+            return _join_overlapping(lines, length)
+        crc = combine_crc(crc, line.crc, line.end - position) if crc else line.crc
+        position = line.end
+    # By far the most frequent case: one after the other.
+    return Joined(crc if position == length else None, None)
+
+
+def _join_overlapping(lines: list[CrcPart], length: int) -> Joined:
+    walk = _Walk(lines, length)
+    walk.run(0)
+    all_found = length in walk.number and len(walk.number) == len(walk.lines_at)
+    for line in lines:
+        if line.start not in walk.number:
+            walk.run(line.start)
+    crc = walk.prefix[length] if all_found and not walk.has_bridge else None
+    return Joined(crc, walk.conflict)
+
+
+@dataclass(slots=True, eq=False)
+class _Walk:
+    """Depth first along the parts: what is the checksum up to each place, and what is on no circle?
+
+    The latter by R. Tarjan: a line is on none if nothing behind it leads to before it.
+    """
+
+    lines: list[CrcPart]
+    length: int
+    lines_at: dict[int, list[int]] = field(default_factory=dict)
+    number: dict[int, int] = field(default_factory=dict)
+    """In which order places were reached."""
+    lowest: dict[int, int] = field(default_factory=dict)
+    """The first of these that a place is on a circle with."""
+    prefix: dict[int, int] = field(default_factory=dict)
+    """The checksum up to each place."""
+    has_bridge: bool = False
+    conflict: tuple[CrcPart, int] | None = None
+
+    def __post_init__(self) -> None:
+        self.lines_at[0] = []
+        for index, line in enumerate(self.lines):
+            self.lines_at.setdefault(line.start, []).append(index)
+            self.lines_at.setdefault(line.end, []).append(index)
+
+    def run(self, root: int) -> None:
+        self._reach(root, 0)
+        path = [(root, -1, iter(self.lines_at[root]))]
+        while path:
+            place, came_by, rest = path[-1]
+            line = next((i for i in rest if i != came_by), None)
+            if line is not None:
+                path += self._follow(place, line)
+                continue
+            path.pop()
+            if path:
+                before = path[-1][0]
+                self.lowest[before] = min(self.lowest[before], self.lowest[place])
+                self.has_bridge |= self.lowest[place] > self.number[before]
+
+    def _reach(self, place: int, prefix: int) -> None:
+        self.number[place] = self.lowest[place] = len(self.number)
+        self.prefix[place] = prefix
+        if place == self.length:
+            # The stored checksum leads from here to byte 0, which all of this began at.
+            self.lowest[place] = 0
+
+    def _follow(self, place: int, index: int) -> Iterator[tuple[int, int, Iterator[int]]]:
+        line = self.lines[index]
+        length = line.end - line.start
+        other = line.end if place == line.start else line.start
+        if other not in self.number:
+            if place == line.start:
+                prefix = _shift(self.prefix[place], length) ^ line.crc
+            else:
+                prefix = _shift(self.prefix[place] ^ line.crc, -length)
+            self._reach(other, prefix)
+            yield other, index, iter(self.lines_at[other])
+            return
+        self.lowest[place] = min(self.lowest[place], self.number[other])
+        crc = self.prefix[line.end] ^ _shift(self.prefix[line.start], length)
+        if crc != line.crc and self.conflict is None:
+            self.conflict = line, crc

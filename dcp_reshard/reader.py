@@ -21,7 +21,7 @@ What happens in a load, from the top::
           cooperative.CooperativeRead.run
             placing, domains       lockstep.exchange_rows    who reads what, and sends it to whom
             exchange.Exchange.run  window_reader, windows    rounds: read, send, put into place
-          verdict.check_records    crc.find_crc              parts of a record against its checksum
+          verdict.check_records    crc.join_parts            parts of a record against its checksum
         wanted.Wanted.deliver    planner.commit_plan, planner.load_bytes, planner.commit_tensor
 """
 

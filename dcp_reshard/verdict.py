@@ -4,8 +4,9 @@
 2. Of the others each rank knows the checksums of its parts. These are sent to one rank per record
    (its owner, by the record's place in the checkpoint), which puts the parts of all ranks together
    and compares. No byte is read twice for it: a resharding load reads every row on some rank.
-3. Records without a stored checksum, and such of which no chain of parts covers all, stay
-   unverified.
+   Parts that overlap are held against each other.
+3. Records without a stored checksum, of which not all was read, or of which some part overlaps
+   others so that nothing tells whether it is right, stay unverified.
 
 Nothing is raised here: storage may give wrong bytes once, so records that are not what was stored
 are named to all ranks, which read them again (`job_read`).
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dcp_reshard.catalog import Catalog
-from dcp_reshard.crc import CrcPart, find_crc, merge_parts
+from dcp_reshard.crc import CrcPart, Joined, join_parts, merge_parts
 from dcp_reshard.domains import IntArray
 from dcp_reshard.errors import CorruptRecordError
 from dcp_reshard.lockstep import Lockstep
@@ -41,7 +42,7 @@ class Verdict:
     """Records whose checksum was recomputed and agrees."""
 
     unverified: int
-    """Records without a stored checksum, or of which not all was read."""
+    """Records without a stored checksum, or of which not all parts could be compared."""
 
     errors: Mapping[RecordKey, CorruptRecordError]
     """What is wrong with the records that this rank has compared."""
@@ -76,14 +77,14 @@ def check_records(
         return _compare(_sum_up(records), catalog, verify)
     with lockstep.phase("adding up checksums") as told:
         found = _sum_up(records)
-        partial = {key: use for key, use, crc in found if crc is None and use.crc}
+        partial = {key: use for key, use, joined in found if joined.crc is None and use.crc}
         outgoing = _list_parts(partial, catalog, lockstep.size)
         told.counts = [len(rows) for rows in outgoing]
     tables = lockstep.exchange_rows(outgoing, told, what="checksums of what they have read")
     with lockstep.phase("comparing checksums") as told:
-        whole = [(key, use, crc) for key, use, crc in found if key not in partial]
-        joined = _join_parts(tables, catalog)
-        owned = [(key, use, find_crc(use.parts, use.length)) for key, use in joined.items()]
+        # What contradicts itself here may not do so when neighbours have been merged.
+        whole = [one for one in found if one[0] not in partial or one[2].conflict]
+        owned = _sum_up(_collect_parts(tables, catalog))
         verdict = _compare([*whole, *owned], catalog, verify)
         numbers = {name: i for i, name in enumerate(catalog.files)}
         rows = [(numbers[file], start) for file, start in verdict.errors]
@@ -98,10 +99,11 @@ def check_records(
 
 def _sum_up(
     records: Mapping[RecordKey, RecordUse],
-) -> list[tuple[RecordKey, RecordUse, int | None]]:
-    """The checksum of each record, if this rank has read all of it and one was stored."""
+) -> list[tuple[RecordKey, RecordUse, Joined]]:
+    """What the parts of each record say together, if a checksum was stored."""
+    unknown = Joined(None, None)
     return [
-        (key, use, find_crc(use.parts, use.length) if _has_crc(use) else None)
+        (key, use, join_parts(use.parts, use.length) if _has_crc(use) else unknown)
         for key, use in records.items()
     ]
 
@@ -113,35 +115,27 @@ def _has_crc(use: RecordUse) -> bool:
 
 
 def _compare(
-    found: Iterable[tuple[RecordKey, RecordUse, int | None]], catalog: Catalog, verify: Verify
+    found: Iterable[tuple[RecordKey, RecordUse, Joined]], catalog: Catalog, verify: Verify
 ) -> Verdict:
     verified = unverified = 0
     errors: dict[RecordKey, CorruptRecordError] = {}
-    for key, use, crc in found:
-        wrong = _find_difference(use.parts)
-        if wrong is None and crc is None:
+    for key, use, (crc, conflict) in found:
+        if conflict is not None:
+            part, other = conflict
+            what = (
+                f"bytes {part.start} to {part.end} of it were different when they were read twice, "
+                f"or by two ranks (CRC-32 {part.crc:#010x} and {other:#010x})"
+            )
+            errors[key] = _error(key, use.length, catalog, what)
+        elif crc is None:
             _refuse_unverified(key, use.length, use.crc, catalog, verify)
             unverified += 1
-        elif wrong is None and crc == use.crc:
-            verified += 1
-        else:
-            what = wrong or f"CRC-32 is {crc:#010x}, recorded was {use.crc:#010x}"
+        elif crc != use.crc:
+            what = f"CRC-32 is {crc:#010x}, recorded was {use.crc:#010x}"
             errors[key] = _error(key, use.length, catalog, what)
+        else:
+            verified += 1
     return Verdict(verified, unverified, errors, errors.keys())
-
-
-def _find_difference(parts: Sequence[CrcPart]) -> str | None:
-    # Replicas read the same part. Only one of them is put together with the others, and would
-    # speak for all.
-    crcs: dict[tuple[int, int], int] = {}
-    for part in parts:
-        crc = crcs.setdefault((part.start, part.end), part.crc)
-        if crc != part.crc:
-            return (
-                f"ranks read different bytes {part.start} to {part.end} of it (CRC-32 {crc:#010x} "
-                f"and {part.crc:#010x})"
-            )
-    return None
 
 
 def _list_parts(
@@ -157,7 +151,7 @@ def _list_parts(
     return [np.array(rows, dtype=np.int64).reshape(-1, _ROW) for rows in outgoing]
 
 
-def _join_parts(tables: Sequence[IntArray], catalog: Catalog) -> dict[RecordKey, RecordUse]:
+def _collect_parts(tables: Sequence[IntArray], catalog: Catalog) -> dict[RecordKey, RecordUse]:
     """The records that this rank owns, with the parts that all ranks have read of them."""
     owned: dict[RecordKey, RecordUse] = {}
     for row in (row for table in tables for row in table.tolist()):
@@ -172,7 +166,8 @@ def _refuse_unverified(
     key: RecordKey, length: int, stored: int, catalog: Catalog, verify: Verify
 ) -> None:
     if verify == "required":
-        why = "only part of it was read" if stored else "none was stored"
+        part = "only part of it was read, or nothing confirms a part that overlaps others"
+        why = part if stored else "none was stored"
         raise _error(key, length, catalog, f"its checksum could not be compared ({why})")
 
 

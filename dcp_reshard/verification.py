@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 from dcp_reshard.catalog import Catalog
 from dcp_reshard.container import Record, read_directory
-from dcp_reshard.crc import CrcPart, crc32, find_crc
+from dcp_reshard.crc import CrcPart, crc32, join_parts
 from dcp_reshard.errors import CheckpointFormatError, CorruptRecordError, ReshardError, StorageError
 from dcp_reshard.item_checks import check_object_size, check_payload, item_context, load_unknown
 from dcp_reshard.objects import MAX_OBJECT_BYTES, MAX_OBJECT_RECORDS, check_data_only
@@ -262,7 +262,9 @@ class Verification:
         one.missing -= part.end - part.start
         self._advance(part.end - part.start)
         if not one.missing:
-            self._compare(one.entry, one.record, lambda: find_crc(one.parts, one.record.length))
+            self._compare(
+                one.entry, one.record, lambda: join_parts(one.parts, one.record.length).crc
+            )
 
     def _advance(self, nbytes: int) -> None:
         self._done += nbytes

@@ -217,7 +217,7 @@ CALLS = {"placing": ("size", 1), "read": ("read", 1), "exchange": ("read", 2)}
 # No hook of the caller's is called there: a function of this package fails.
 FUNCTIONS: dict[str, tuple[Any, str]] = {
     "planning": (cooperative, "plan_domains"),
-    "verdict": (verdict, "find_crc"),
+    "verdict": (verdict, "join_parts"),
 }
 # "requests" is a collective call, in which a rank can only die; the work for it is "planning".
 WORK = sorted(PHASES.keys() - {"requests"})

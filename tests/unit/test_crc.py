@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from dcp_reshard.crc import CrcPart, combine_crc, crc32, find_crc, merge_parts
+from dcp_reshard.crc import CrcPart, combine_crc, crc32, join_parts, merge_parts
 
 checksums = st.integers(0, 0xFFFFFFFF)
 
@@ -33,12 +33,24 @@ def cut_data(draw: st.DrawFn) -> tuple[bytes, list[CrcPart]]:
     return data, draw(st.permutations(parts + parts[:1]))
 
 
-def reachable(parts: list[CrcPart], length: int) -> bool:
-    """Whether parts lead from byte 0 to `length`, by trying all again and again."""
-    reached = {0}
+def connected(parts: list[CrcPart], *, start: int, end: int) -> bool:
+    """Whether parts lead from one place to another, in either direction."""
+    reached = {start}
     for _ in parts:
         reached |= {p.end for p in parts if p.start in reached}
-    return length in reached
+        reached |= {p.start for p in parts if p.end in reached}
+    return end in reached
+
+
+def confirmed(parts: list[CrcPart], length: int) -> bool:
+    """Whether all parts are on circles with the stored checksum: none is a bridge."""
+    lines = [p for p in set(parts) if p.end > p.start]
+    whole = CrcPart(0, length, -1)
+    return bool(connected(lines, start=0, end=length)) and all(
+        connected([p for p in [*lines, whole] if p is not line], start=0, end=place)
+        for line in lines
+        for place in (line.start, line.end)
+    )
 
 
 @hypothesis.given(st.binary(), st.binary())
@@ -72,11 +84,24 @@ def test_crc32_reads_the_memory_of_tensors(dtype: torch.dtype) -> None:
 
 
 @hypothesis.given(cut_data())
-def test_find_crc_finds_a_chain_if_there_is_one(cut: tuple[bytes, list[CrcPart]]) -> None:
-    """Replicas, overlaps and parts that lead nowhere do not matter; a gap is not passed over."""
+def test_the_whole_is_known_if_every_part_is_confirmed(cut: tuple[bytes, list[CrcPart]]) -> None:
+    """Parts overlap in any way; a gap is not passed over, nor a part that no other speaks of."""
     data, parts = cut
-    expected = zlib.crc32(data) if reachable(parts, len(data)) else None
-    assert find_crc(parts, len(data)) == expected
+    expected = zlib.crc32(data) if confirmed(parts, len(data)) else None
+    assert join_parts(parts, len(data)) == (expected, None)
+
+
+@hypothesis.given(cut_data(), st.data())
+def test_any_wrong_part_is_found(cut: tuple[bytes, list[CrcPart]], draw: st.DataObject) -> None:
+    """If all bytes count as verified, no part could have been wrong without being noticed."""
+    data, parts = cut
+    lines = sorted({p for p in parts if p.end > p.start})
+    hypothesis.assume(lines and join_parts(lines, len(data)).crc is not None)
+    line = draw.draw(st.sampled_from(lines))
+    lines[lines.index(line)] = CrcPart(line.start, line.end, line.crc ^ draw.draw(checksums) or 1)
+    hypothesis.assume(line not in lines)
+    crc, conflict = join_parts(lines, len(data))
+    assert conflict is not None or crc != zlib.crc32(data)
 
 
 @hypothesis.given(cut_data())
@@ -97,7 +122,7 @@ def test_merging_joins_all_that_follow_one_another() -> None:
     data = bytes(i * i % 251 for i in range(4000))
     parts = [part(data, 4 * (i * 7 % 1000), 4 * (i * 7 % 1000) + 4) for i in range(1000)]
     assert merge_parts(parts) == [part(data, 0, 4000)]
-    assert find_crc(parts, 4000) == zlib.crc32(data)
+    assert join_parts(parts, 4000) == (zlib.crc32(data), None)
 
 
 @pytest.mark.parametrize(
@@ -111,28 +136,51 @@ def test_merging_joins_all_that_follow_one_another() -> None:
         ([(1, 8)], 8, False),
         ([(0, 9)], 8, False),
         ([(0, 0), (0, 8), (8, 8)], 8, True),
-        ([(0, 5), (0, 3), (3, 8), (5, 7)], 8, True),
+        ([(0, 5), (0, 3), (3, 8), (5, 8)], 8, True),
+        ([(0, 5), (0, 3), (3, 8), (5, 7)], 8, False),
+        ([(0, 8), (2, 5)], 8, False),
+        ([(0, 8), (2, 8)], 8, False),
+        ([(0, 8), (2, 5), (2, 5)], 8, False),
+        ([(0, 6), (2, 6), (2, 8)], 8, True),
+        ([(0, 4), (2, 6), (4, 8)], 8, False),
     ],
 )
-def test_find_crc_needs_every_byte(
+def test_every_byte_is_needed_and_confirmed(
     parts: list[tuple[int, int]], length: int, *, found: bool
 ) -> None:
-    """Nothing missing at the start, in the middle, or at the end; nothing beyond it."""
+    """Nothing missing at the start, in the middle, or at the end; nothing beyond; no loose end."""
     data = b"0123456789"
-    crc = find_crc([part(data, a, b) for a, b in parts], length)
+    crc, conflict = join_parts([part(data, a, b) for a, b in parts], length)
+    assert conflict is None
     assert crc == (zlib.crc32(data[:length]) if found else None)
 
 
-def test_find_crc_notices_a_wrong_part() -> None:
+def test_a_wrong_part_changes_the_result() -> None:
     """One flipped bit in one part changes the result."""
     data = b"resharding"
     good, bad = part(data, 0, 4), part(b"resi", 0, 4)
     rest = part(data, 4, 10)
-    assert find_crc([good, rest], 10) == zlib.crc32(data)
-    assert find_crc([bad, rest], 10) != zlib.crc32(data)
+    assert join_parts([good, rest], 10).crc == zlib.crc32(data)
+    assert join_parts([bad, rest], 10).crc not in (None, zlib.crc32(data))
 
 
-def test_find_crc_visits_each_part_once() -> None:
-    """Two thousand forks before a gap are no 2**2000 ways to try."""
-    parts = [CrcPart(i, i + step, 0) for i in range(2000) for step in (1, 2)]
-    assert find_crc(parts, 3000) is None
+@pytest.mark.parametrize("length", [10, 20])
+@pytest.mark.parametrize(
+    "others",
+    [[(3, 7)], [(3, 5), (5, 7)], [(0, 3), (0, 7)], [(3, 9), (7, 9)]],
+    ids=["same", "two", "before", "behind"],
+)
+def test_parts_that_contradict_each_other(others: list[tuple[int, int]], length: int) -> None:
+    """Overlaps of any shape are compared, whether or not all of the record was read."""
+    data = b"resharding"
+    bad = part(b"resharxing", 3, 7)
+    _, conflict = join_parts([bad, *(part(data, a, b) for a, b in others)], length)
+    assert conflict is not None
+
+
+def test_each_part_is_visited_once() -> None:
+    """Two thousand forks are no 2**2000 ways to try, and no recursion two thousand calls deep."""
+    data = bytes(i * i % 251 for i in range(2001))
+    parts = [part(data, i, min(i + step, 2001)) for i in range(2000) for step in (1, 2)]
+    assert join_parts(parts, 3000) == (None, None)
+    assert join_parts(parts, 2001) == (zlib.crc32(data), None)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 import dcp_reshard
@@ -26,8 +27,9 @@ from dcp_reshard import (
     ReshardLoadPlanner,
     ReshardStorageReader,
 )
+from dcp_reshard.options import Verify
 from tests.support.checkpoints import save_state, save_world
-from tests.support.failures import catch_failure, catch_failures
+from tests.support.failures import catch_failure, catch_failures, find_failures
 from tests.support.tensors import check_same, indexed_tensor, snapshot
 from tests.support.worlds import fake_world, thread_world
 
@@ -207,6 +209,56 @@ def test_a_replica_that_reads_other_bytes_is_found(tmp_path: Path, bad: int) -> 
     paths = [other if rank == bad else good for rank in range(4)]
     for failures in thread_world(4, load_hybrid, paths, timeout=20):
         assert all(isinstance(error, CorruptRecordError) for error in failures.values())
+
+
+def load_halves_and_thirds(rank: int, paths: list[Path], verify: Verify, absent: int = -1) -> Any:
+    """Two ranks hold a half each, three others a third each, of one tensor."""
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3, 4])]
+    cut = [Shard(0)]
+    large = distribute_tensor(torch.zeros(300, 64), meshes[rank > 1], cut, src_data_rank=None)
+    state = {} if rank == absent else {"large": large}
+    reports = []
+    options = ReaderOptions(verify=verify)
+    failures = find_failures(
+        lambda: reports.append(dcp_reshard.load(state, paths[rank], options=options))
+    )
+    return failures or (reports[0].records_verified, reports[0].records_unverified)
+
+
+def spoil_rows(path: Path, other: Path) -> None:
+    shutil.copytree(path, other)
+    contents = bytearray((other / DATA).read_bytes())
+    first = contents.index(STORED["large"].numpy().tobytes())
+    for row in range(25, 300, 50):
+        contents[first + row * 256] ^= 0x10
+    (other / DATA).write_bytes(contents)
+
+
+@pytest.mark.parametrize("bad", range(-1, 5))
+def test_parts_that_overlap_are_held_against_each_other(tmp_path: Path, bad: int) -> None:
+    """Halves are a chain from end to end, and so are thirds: neither speaks for the other."""
+    good, other = tmp_path / "good", tmp_path / "other"
+    save_state(good, STORED)
+    spoil_rows(good, other)
+    paths = [other if rank == bad else good for rank in range(5)]
+    found = thread_world(5, load_halves_and_thirds, paths, "required", timeout=20)
+    if bad < 0:
+        assert sum(verified for verified, _ in found) == 1
+        assert sum(unverified for _, unverified in found) == 0
+        return
+    for failures in found:
+        assert all(isinstance(error, CorruptRecordError) for error in failures.values())
+
+
+def test_a_part_that_nothing_confirms_leaves_its_record_unverified(tmp_path: Path) -> None:
+    """Of thirds of which one is missing nobody knows whether they are right; the halves are."""
+    save_state(tmp_path, STORED)
+    paths = [tmp_path] * 5
+    found = thread_world(5, load_halves_and_thirds, paths, "available", 3, timeout=20)
+    assert sum(verified for verified, _ in found) == 0
+    assert sum(unverified for _, unverified in found) == 1
+    for failures in thread_world(5, load_halves_and_thirds, paths, "required", 3, timeout=20):
+        assert "nothing confirms a part that overlaps others" in str(*failures.values())
 
 
 class FailingPlanner(ReshardLoadPlanner):
