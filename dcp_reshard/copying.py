@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,10 @@ from dcp_reshard._torch import copy_together
 from dcp_reshard.errors import DtypeMismatchError
 
 __all__ = ["Copy", "copy_all", "copy_elements"]
+
+# A cast is made, and looked at, in memory of its own, on each thread: several times the size of
+# what is cast.
+_CAST_ELEMENTS = 2**14
 
 
 class Copy(NamedTuple):
@@ -68,9 +72,20 @@ def copy_elements(
             dest.copy_(source, non_blocking=non_blocking)
             return
         # A cast is rare, and has to be looked at: the result is made on the host first.
-        cast = source.to(dest.dtype)
-        _check_cast(fqn, source, cast)
-        dest.copy_(cast)
+        for part, elements in _slabs(dest, source):
+            cast = elements.to(dest.dtype)
+            _check_cast(fqn, elements, cast)
+            part.copy_(cast)
+
+
+def _slabs(dest: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both, in parts of bounded size."""
+    if dest.numel() <= _CAST_ELEMENTS:
+        yield dest, source
+        return
+    outermost = next(dim for dim, size in enumerate(dest.shape) if size > 1)
+    for pair in zip(dest.chunk(2, outermost), source.chunk(2, outermost), strict=True):
+        yield from _slabs(*pair)
 
 
 def _check_cast(fqn: str, source: torch.Tensor, cast: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ needs, and are used in every round.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -32,9 +32,6 @@ from dcp_reshard.window_reader import WindowReader
 from dcp_reshard.windows import Window
 
 __all__ = ["Exchange", "Want"]
-
-# A cast is made, and looked at, in memory of its own: several times the size of what is cast.
-_CAST_ELEMENTS = 2**16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,7 +189,7 @@ class Exchange:
             want = self.wants[place.request]
             elements = message[: (place.last - place.first) * want.dtype.itemsize].view(want.dtype)
             done = 0
-            for part in self._slabs(place):
+            for part in self._parts(place):
                 source = elements[done : done + part.numel()].view(part.shape)
                 copy_elements(want.fqn, part, source)
                 done += part.numel()
@@ -216,13 +213,6 @@ class Exchange:
         for part, view in pairs:
             part.view(torch.uint8).copy_(view.flatten(-2))
         return True
-
-    def _slabs(self, place: Place) -> Iterator[torch.Tensor]:
-        """The memory that a piece goes to, in parts of bounded size if it has to be cast."""
-        want = self.wants[place.request]
-        step = place.last - place.first if want.dest.dtype == want.dtype else _CAST_ELEMENTS
-        for first in range(place.first, place.last, step):
-            yield from self._parts(place._replace(first=first, last=min(first + step, place.last)))
 
     def _parts(self, place: Place) -> list[torch.Tensor]:
         """The memory that a piece goes to, dims in the order in which the chunk is stored."""
