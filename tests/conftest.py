@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import hypothesis
@@ -24,6 +25,19 @@ hypothesis.settings.load_profile("repeatable")
 
 # Threads of two xdist workers on two cores only get into each other's way.
 torch.set_num_threads(1)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that is about a row of the tables of bad inputs and faults has its number in its id.
+
+    It is given by the mark `row`, or by the name: ``test_b43_files_of_two_saves[B43]``.
+    """
+    marker = metafunc.definition.get_closest_marker("row")
+    named = re.match(r"test((_[bf]\d\d)+)_", metafunc.definition.originalname)
+    rows = marker.args[0] if marker else named[1][1:].replace("_", "-").upper() if named else ""
+    if rows:
+        metafunc.fixturenames.append("row")
+        metafunc.parametrize("row", [rows])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -175,6 +175,7 @@ def load_different(rank: int, path: str) -> list[str]:
     return messages
 
 
+@pytest.mark.row("B38")
 def test_ranks_that_see_different_checkpoints_or_keys_are_told(tmp_path: Path) -> None:
     """Two checkpoints behind one path are an error on all ranks; so are keys, if asked for."""
     for rank in range(2):

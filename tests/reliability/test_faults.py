@@ -123,7 +123,7 @@ def read_elsewhere(read: Read, buffers: Sequence[memoryview], fd: int, offset: i
 
 
 @pytest.mark.parametrize("spoil", [flip, read_elsewhere], ids=["F06", "F07"])
-def test_f06_f07_wrong_bytes(good: Path, spoil: Any) -> None:
+def test_wrong_bytes(good: Path, spoil: Any) -> None:
     """A bit or a place that is wrong once is found, and right when read again; else an error."""
     right = 0
     for at in range(FIRST_DATA_READ, count_calls(good, only=["preadv"])):

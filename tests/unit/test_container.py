@@ -160,6 +160,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 }
 
 
+@pytest.mark.row("B26")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_torch_does_not_write_is_refused(damage: str) -> None:
     """Two readers of zip files could disagree about each of these."""
@@ -168,6 +169,7 @@ def test_what_torch_does_not_write_is_refused(damage: str) -> None:
         parse(change(write_container(RECORDS)))
 
 
+@pytest.mark.row("B26")
 @pytest.mark.parametrize("number", range(4))
 def test_gaps_are_refused(number: int) -> None:
     """Bytes before, between or behind the records, which nothing accounts for."""
@@ -175,6 +177,7 @@ def test_gaps_are_refused(number: int) -> None:
         parse(write_container(RECORDS, gaps={number: 1}))
 
 
+@pytest.mark.row("B26")
 def test_duplicate_names_are_refused() -> None:
     """Which of two records of one name counts would depend on the reader."""
     with pytest.raises(CheckpointFormatError, match="two records of one name"):

@@ -38,6 +38,7 @@ def place(payload: Payload) -> tuple[Any, ...]:
     return payload.dtype, payload.shape, payload.strides, payload.start, payload.record.length
 
 
+@pytest.mark.row("B22")
 def test_every_flipped_bit_is_noticed_or_does_not_matter() -> None:
     """An error, or the same place; there the bytes are the same, or not those of the checksum."""
     intact = probe(ITEM)
@@ -170,6 +171,7 @@ def test_items_made_by_hand_are_read() -> None:
     assert data[payload.start :][: payload.extent] == ITEM[:24]
 
 
+@pytest.mark.row("B29")
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -122,6 +122,7 @@ def test_old_protocols_are_refused(protocol: int) -> None:
         read(pickle.dumps(make_metadata(), protocol=protocol))
 
 
+@pytest.mark.row("B02")
 def test_every_cut_file_is_refused(saved: bytes) -> None:
     """A file that ends early is an error at every length, the empty one included."""
     for length in range(len(saved)):
@@ -130,6 +131,7 @@ def test_every_cut_file_is_refused(saved: bytes) -> None:
         assert info.value.file == ".metadata"
 
 
+@pytest.mark.row("B03")
 @pytest.mark.parametrize("bit", range(8))
 def test_every_flipped_bit_is_an_error_of_ours_or_harmless(saved: bytes, bit: int) -> None:
     """No flip raises anything else, or takes more than 64 MiB."""

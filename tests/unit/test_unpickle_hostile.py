@@ -60,6 +60,7 @@ def index() -> MetadataIndex:
     return MetadataIndex("w", SIZE, 0)
 
 
+@pytest.mark.row("B05")
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -80,6 +81,7 @@ def test_records_take_their_fields_and_nothing_else(value: object, message: str)
     assert message in str(info.value)
 
 
+@pytest.mark.row("B51")
 def test_fields_that_older_versions_lack_are_optional() -> None:
     """`version`, `storage_meta`, `planner_data` and `transform_descriptors` came one by one."""
     metadata = with_state(
@@ -100,6 +102,7 @@ def record(name: bytes) -> bytes:
     return METADATA + b"\x8c" + bytes([len(name)]) + name + b"\x93)\x81"
 
 
+@pytest.mark.row("B05")
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
@@ -153,6 +156,7 @@ def test_sizes_are_marked_as_checked() -> None:
     assert type(read_value((2,))) is tuple
 
 
+@pytest.mark.row("B51")
 @pytest.mark.parametrize("cls", ["PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"])
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
 def test_paths_of_any_system_are_strings(cls: str, module: str) -> None:

@@ -89,6 +89,7 @@ def without_tensors(value: Any) -> Any:
     return [without_tensors(inner) for inner in value] if isinstance(value, list) else value
 
 
+@pytest.mark.row("B39")
 def test_two_keys_of_one_name_are_refused(tmp_path: Path) -> None:
     """Values whose flattened names are equal cannot be told apart in a checkpoint."""
     save_state(tmp_path, {"a": {"b": indexed_tensor((2,))}})

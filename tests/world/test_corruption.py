@@ -97,6 +97,7 @@ def element_byte(path: Path, key: str) -> int:
     return start + contents.index(elements) + len(elements) // 2
 
 
+@pytest.mark.row("B22")
 @pytest.mark.parametrize("key", TENSORS)
 def test_a_flipped_bit_in_a_tensor_is_found(path: Path, key: str) -> None:
     """The error names tensor, file, bytes and both checksums, however the tensor is read."""
@@ -126,6 +127,7 @@ def test_a_flipped_bit_in_an_object_is_found(path: Path) -> None:
     check_same(snapshot(state), snapshot(make_dest()))
 
 
+@pytest.mark.row("B23")
 def test_no_flip_in_a_container_loads_wrongly(path: Path) -> None:
     """A flip in any byte of a small tensor's container is an error, or changes no value."""
     start, end = item_of(path, "small")
@@ -151,6 +153,7 @@ def test_no_flip_in_a_container_loads_wrongly(path: Path) -> None:
     assert told > (end - start) // 3 // 4
 
 
+@pytest.mark.row("B03")
 def test_no_flip_in_the_metadata_loads_wrongly(path: Path) -> None:
     """A flip in any byte of ``.metadata`` is an error of this package, or changes no value."""
     for at in range(0, (path / ".metadata").stat().st_size, 5):

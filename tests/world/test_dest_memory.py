@@ -137,6 +137,7 @@ def test_parameters_are_filled_without_autograd(tmp_path: Path) -> None:
     assert leaf.grad_fn is None
 
 
+@pytest.mark.row("B49")
 def test_meta_tensors_are_replaced(tmp_path: Path) -> None:
     """Destinations without memory get some, plain and sharded, nested and not."""
     full = indexed_tensor((30, 4), torch.bfloat16)
@@ -171,6 +172,7 @@ def test_meta_tensors_stay_if_the_plan_fails(tmp_path: Path) -> None:
     assert all(state[key] is before[key] for key in before)
 
 
+@pytest.mark.row("B49")
 @pytest.mark.parametrize(
     "make",
     [

@@ -64,6 +64,7 @@ def load_failing(state: dict[str, Any], path: Path, **options: Any) -> ReshardEr
     return catch_failure(lambda: dcp_reshard.load(state, path, no_dist=True, **options))
 
 
+@pytest.mark.row("B47-B48")
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_every_bit_pattern_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
     """Small and large tensors of the dtype come back with every bit, in whole and in parts."""
@@ -140,6 +141,7 @@ def pair_id(value: object) -> str:
     return name_of(value) if isinstance(value, torch.dtype) else str(value)
 
 
+@pytest.mark.row("B32")
 @pytest.mark.parametrize("numel", [9, 20_000])
 @pytest.mark.parametrize(("stored", "wanted"), [*WIDENED, *NARROWED], ids=pair_id)
 def test_casts_need_the_policy_that_allows_them(

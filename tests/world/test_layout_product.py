@@ -239,6 +239,7 @@ def enter_rank() -> Iterator[EnterRank]:
     made.clear()
 
 
+@pytest.mark.row("B46")
 @pytest.mark.parametrize("dest", LAYOUTS, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.name)
 def test_any_layout_loads_from_any_other(

@@ -60,6 +60,7 @@ def no_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(True)
 
 
+@pytest.mark.row("B25")
 @pytest.mark.parametrize("verify", ["available", "off"])
 def test_files_without_checksums_load_unverified(tmp_path: Path, verify: Any) -> None:
     """They load like any other, and the report says that nothing was compared."""
@@ -73,6 +74,7 @@ def test_files_without_checksums_load_unverified(tmp_path: Path, verify: Any) ->
     assert report.records_unverified >= 2
 
 
+@pytest.mark.row("B25")
 @pytest.mark.parametrize("key", STORED)
 def test_required_checksums_that_were_not_stored(tmp_path: Path, key: str) -> None:
     """``"required"`` refuses tensors and objects without one, and names the key and the reason."""
