@@ -1,7 +1,7 @@
 """The table of bad inputs: each row loads right, or fails with an error that says what is wrong.
 
-Rows that are tested where the module concerned is tested are listed in `ELSEWHERE`, rows that wait
-for what they are about in `WAITING`.
+Other rows are tested where the module concerned is tested, with the mark `row`; `test_tables` knows
+which rows wait.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from tests.support.bad_files import FILE_CASES
 from tests.support.failures import catch_failure
 from tests.support.tensors import check_same, fill_with_sentinel, snapshot
 
-ROOT = Path(__file__).parents[2]
 CASES = [*METADATA_CASES, *FILE_CASES]
 ONCE = RetryPolicy(tries=1)
 
