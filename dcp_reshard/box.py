@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,7 @@ class Box:
     @classmethod
     def full(cls, shape: Sequence[int]) -> Box:
         """The box of a whole tensor of this shape."""
-        return cls((0,) * len(shape), tuple(shape))
+        return _full(tuple(shape))
 
     @property
     def ndim(self) -> int:
@@ -102,6 +103,12 @@ class Box:
         return (
             "[" + ", ".join(f"{o}:{e}" for o, e in zip(self.offsets, self.ends, strict=True)) + "]"
         )
+
+
+@lru_cache(maxsize=256)
+def _full(shape: tuple[int, ...]) -> Box:
+    # It is asked for five times for every tensor, and thousands of tensors have few shapes.
+    return Box((0,) * len(shape), shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

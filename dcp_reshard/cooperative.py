@@ -100,6 +100,9 @@ class CooperativeRead:
     records: dict[RecordKey, RecordUse] = field(default_factory=dict)
     """Records of which this rank has read something."""
 
+    compared: set[RecordKey] = field(default_factory=set)
+    """Other records, which had their checksum when they were read."""
+
     chunks_read_whole: list[str] = field(default_factory=list)
     """Keys of chunks of unknown form that this rank has read."""
 

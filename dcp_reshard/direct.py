@@ -12,7 +12,7 @@ Checksums of everything read are kept per record, for the verdict that follows.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dcp_reshard.catalog import Catalog, StoredObject
@@ -31,12 +31,15 @@ from dcp_reshard.options import ReaderOptions
 from dcp_reshard.parts import RecordUse, WantedPart
 from dcp_reshard.payload import Payload
 from dcp_reshard.probe import Item, ItemBytes, probe_groups
-from dcp_reshard.small_chunks import SmallChunks
+from dcp_reshard.small_chunks import SmallChunk, SmallChunks
 from dcp_reshard.storage import CountingSource
 from dcp_reshard.template import PayloadProber
 from dcp_reshard.transfer import ChunkPart, RecordKey, Transfer, plan_requests
 
 __all__ = ["DirectRead"]
+
+# Small chunks are handed on in batches, as most of what one costs is cost of the call.
+_BATCH_BYTES = 64 * 2**10
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +62,10 @@ class DirectRead:
     """Items of the objects read, by key."""
 
     records: dict[RecordKey, RecordUse] = field(default_factory=dict)
-    """Records of which something was read."""
+    """Records of which something was read, and that are still to be compared."""
+
+    compared: set[RecordKey] = field(default_factory=set)
+    """Other records, which had their checksum when they were read."""
 
     chunks_read_whole: list[str] = field(default_factory=list)
     """Keys of chunks of unknown form."""
@@ -125,30 +131,48 @@ class DirectRead:
                     self.rereads += 1
                 take(again)
 
-        def on_group(group: Sequence[ItemBytes]) -> None:
-            for first, *others in self._prober.sort_alike(group):
-                on_item(first)
-                for item, match in zip(others, self._prober.match_alike(others), strict=True):
-                    if item.item in object_items or match is None:
-                        on_item(item)
-                        continue
-                    try:
-                        self._take_chunk(chunks[item.item], item, *match)
-                    except CheckpointFormatError:
-                        on_item(item)  # reads it again, or says where it is
-
         probe_groups(
             [*chunks, *object_items],
             self.source,
             whole_bytes=self.options.whole_item_bytes,
             max_bytes=self.options.max_request_bytes,
             threads=self.options.num_threads,
-            on_group=on_group,
+            on_group=lambda group: self._take_group(group, chunks, on_item),
         )
         self._small.copy()
         for item, wanted in self._unknown:
             self._load_whole(item, wanted)
         self._transfer(self._large)
+
+    def _take_group(
+        self,
+        group: Sequence[ItemBytes],
+        chunks: Mapping[Item, list[WantedPart]],
+        on_item: Callable[[ItemBytes], None],
+    ) -> None:
+        """Take the items of one request: the first of each form by itself, the others like it."""
+        for first, *others in self._prober.sort_alike(group):
+            on_item(first)
+            alike = self._prober.match_alike(others)
+            if alike is None:
+                for item in others:
+                    on_item(item)
+                continue
+            payload, crcs = alike
+            small: list[SmallChunk] = []
+            for item, crc in zip(others, crcs, strict=True):
+                wanted = chunks.get(item.item)
+                if crc is None or wanted is None:
+                    on_item(item)
+                    continue
+                try:
+                    small += self._take_chunk(wanted, item, payload, crc)
+                except CheckpointFormatError:
+                    on_item(item)  # reads it again, or says where it is
+                if len(small) * item.item.length > _BATCH_BYTES:
+                    self._small.add(payload, small)
+                    small = []
+            self._small.add(payload, small)
 
     def _item(self, part: WantedPart) -> Item:
         stored, i = part.stored, part.chunk
@@ -190,26 +214,30 @@ class DirectRead:
                 with self._lock:
                     self._unknown.append((item.item, wanted))
                 return
-            self._take_chunk(wanted, item, payload, payload.record.crc)
+            small = self._take_chunk(wanted, item, payload, payload.record.crc)
+        self._small.add(payload, small)
 
     def _take_chunk(
         self, wanted: list[WantedPart], item: ItemBytes, payload: Payload, crc: int
-    ) -> None:
+    ) -> Sequence[SmallChunk]:
+        """Check a chunk; it is given back if it is a small one, and noted if it is to be read."""
         first, record, whole = wanted[0], payload.record, item.whole
         sizes = tuple(first.stored.chunks.sizes[first.chunk].tolist())
         check_payload(payload, sizes, first.stored.dtype)
         if whole is None:
             for part in wanted:
                 self._add_chunk_part(part, item.item, payload, crc)
-            return
+            return ()
         contents = bytes(whole[record.start : record.start + record.length])
-        compared = self.options.verify != "off" and crc != 0
-        if compared and (found := crc32(contents)) != crc:
+        if self.options.verify == "off" or crc == 0:
+            self._note_record(first.fqn, item.item, record, crc)
+        elif (found := crc32(contents)) == crc:
+            self.compared.add((item.item.file, item.item.start + record.start))
+        else:
             raise CorruptRecordError(
                 f"record `{record.name}`: CRC-32 is {found:#010x}, recorded was {crc:#010x}"
             )
-        self._note_record(first.fqn, item.item, record, crc, checked=compared)
-        self._small.add(payload, contents, wanted)
+        return (SmallChunk(contents, wanted),)
 
     def _chunk_part(self, part: WantedPart, item: Item, payload: Payload) -> ChunkPart:
         return ChunkPart(part.fqn, item.file, item.start, payload, part.offsets, part.dest)

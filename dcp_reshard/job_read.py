@@ -151,6 +151,7 @@ class JobRead:
         verdict = check_records(
             read.records, self.catalog, verify=self.options.verify, lockstep=self.lockstep
         )
+        verdict = replace(verdict, verified=verdict.verified + len(read.compared))
         return verdict, time.perf_counter() - started
 
     def _read(
@@ -280,6 +281,7 @@ def _select(wanted: ReadList, *, catalog: Catalog, records: Set[RecordKey]) -> R
 def _add(read: DirectRead | CooperativeRead, more: DirectRead | CooperativeRead) -> None:
     read.objects |= more.objects
     read.records |= more.records
+    read.compared |= more.compared
     read.chunks_read_whole += more.chunks_read_whole
     read.bytes_direct += more.bytes_direct
     read.rereads += more.rereads

@@ -19,7 +19,7 @@ from dcp_reshard.copying import Copy, copy_all
 from dcp_reshard.parts import WantedPart
 from dcp_reshard.payload import Payload
 
-__all__ = ["SmallChunks"]
+__all__ = ["SmallChunk", "SmallChunks"]
 
 
 class _Form(NamedTuple):
@@ -34,9 +34,14 @@ class _Form(NamedTuple):
     """Bytes of the record."""
 
 
-class _Chunk(NamedTuple):
+class SmallChunk(NamedTuple):
+    """A chunk that has been read."""
+
     contents: bytes
+    """Contents of its record."""
+
     wanted: Sequence[WantedPart]
+    """What is wanted of its elements."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,16 +51,18 @@ class SmallChunks:
     max_bytes: int
     """Contents that are kept, at most; beyond it, what there is is copied."""
 
-    _waiting: dict[_Form, list[_Chunk]] = field(default_factory=dict, init=False)
+    _waiting: dict[_Form, list[SmallChunk]] = field(default_factory=dict, init=False)
     _bytes: int = field(default=0, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
-    def add(self, payload: Payload, contents: bytes, wanted: Sequence[WantedPart]) -> None:
-        """Keep the contents of a record, and what is wanted of its elements.
+    def add(self, payload: Payload, chunks: Sequence[SmallChunk]) -> None:
+        """Keep chunks whose elements lie alike in their records.
 
         Raises:
             DtypeMismatchError: A cast overflowed.
         """
+        if not chunks:
+            return
         record = payload.record
         form = _Form(
             payload.dtype,
@@ -65,8 +72,8 @@ class SmallChunks:
             record.length,
         )
         with self._lock:
-            self._waiting.setdefault(form, []).append(_Chunk(contents, wanted))
-            self._bytes += len(contents)
+            self._waiting.setdefault(form, []).extend(chunks)
+            self._bytes += record.length * len(chunks)
             full = self._bytes > self.max_bytes
         if full:
             self.copy()
@@ -83,7 +90,7 @@ class SmallChunks:
             copy_all(_copies(form, chunks))
 
 
-def _copies(form: _Form, chunks: Sequence[_Chunk]) -> Iterator[Copy]:
+def _copies(form: _Form, chunks: Sequence[SmallChunk]) -> Iterator[Copy]:
     itemsize = form.dtype.itemsize
     rows = np.frombuffer(bytearray().join([chunk.contents for chunk in chunks]), np.uint8)
     # torch takes bytes for elements only if each row is a whole number of them.

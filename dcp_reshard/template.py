@@ -89,19 +89,18 @@ class PayloadProber:
             alike.setdefault(_key(item), []).append(item)
         return list(alike.values())
 
-    def match_alike(self, items: Sequence[ItemBytes]) -> list[tuple[Payload, int] | None]:
+    def match_alike(
+        self, items: Sequence[ItemBytes]
+    ) -> tuple[Payload, Sequence[int | None]] | None:
         """What `probe` would find of each of some items alike, all at once.
 
         Returns:
-            Of each item a payload, which is that of another item but for the checksum of its
-            record, and the checksum; None if the item has to be probed by itself.
+            A payload, which is that of each item but for the checksum of its record, and the
+            checksums; None instead of one for an item that has to be probed by itself, and
+            instead of it all where nothing like these has been probed yet.
         """
         template = self._templates.get(_key(items[0])) if items else None
-        if template is None:
-            return [None] * len(items)
-        return [
-            None if crc is None else (template.payload, crc) for crc in template.match_all(items)
-        ]
+        return None if template is None else (template.payload, template.match_all(items))
 
     def probe(self, item: ItemBytes) -> Payload | None:
         """Find the elements of an item of which the ends have been read.
