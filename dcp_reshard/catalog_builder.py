@@ -1,25 +1,22 @@
 """From the records of metadata files to a `Catalog`: checked, and turned into columns.
 
 The records of each file are taken in turn; each chunk is matched with its storage entry. Then all
-chunks of all tensors become a few arrays (one pair per number of dims), are checked in one step,
-and each tensor gets its slice of them. What is checked: see `metadata`.
+chunks of all tensors become a few arrays (`chunk_columns`, one pair per number of dims). What is
+checked: see `metadata`.
 """
 
 from __future__ import annotations
 
-import itertools
 import reprlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from dcp_reshard.box import BoxArray
 from dcp_reshard.catalog import Catalog, KeyPath, KnownValue, StoredObject, StoredTensor
+from dcp_reshard.chunk_columns import TensorChunks, to_columns
 from dcp_reshard.errors import CheckpointFormatError
 from dcp_reshard.metadata_entries import (
     BytesEntry,
@@ -68,21 +65,10 @@ def build_catalog(entries: Iterable[MetadataEntry], *, digest: str) -> Catalog:
 
 
 @dataclass(slots=True)
-class _Tensor:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offsets: list[SizeEntry] = field(default_factory=list)
-    sizes: list[SizeEntry] = field(default_factory=list)
-    places: list[StorageEntry] = field(default_factory=list)
-    boxes: set[bytes] = field(default_factory=set)
-    defect: str = ""
-
-
-@dataclass(slots=True)
 class _Builder:
     """Collects file by file; a plain value would have to be rebuilt for each."""
 
-    tensors: dict[str, _Tensor] = field(default_factory=dict)
+    tensors: dict[str, TensorChunks] = field(default_factory=dict)
     objects: dict[str, StorageEntry] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     key_paths: dict[str, KeyPath] = field(default_factory=dict)
@@ -123,7 +109,7 @@ class _Builder:
         stored: dict[str, StoredTensor] = {}
         for ndim in sorted({len(tensor.shape) for tensor in self.tensors.values()}):
             same = {f: t for f, t in self.tensors.items() if len(t.shape) == ndim}
-            stored |= _stored_tensors(same, ndim, self.files)
+            stored |= to_columns(same, ndim, self.files)
         tensors = {fqn: stored[fqn] for fqn in self.tensors if fqn not in self.objects}
         objects = {}
         for fqn, place in self.objects.items():
@@ -202,7 +188,7 @@ class _Builder:
         tensor = self.tensors.get(fqn)
         again = tensor is not None
         if tensor is None:
-            tensor = self.tensors[fqn] = _Tensor(tuple(shape), dtype)
+            tensor = self.tensors[fqn] = TensorChunks(tuple(shape), dtype)
         if (tensor.shape, tensor.dtype) != (shape, dtype):
             # Loading it is an error, not loading from the checkpoint: others may not depend on it.
             tensor.defect = (
@@ -276,56 +262,6 @@ def _chunk_key(offsets: SizeEntry) -> _Key:
 
 def _box_key(offsets: Sequence[int], sizes: Sequence[int]) -> bytes:
     return array("q", (*offsets, *sizes)).tobytes()
-
-
-def _column(rows: Iterable[list[SizeEntry]]) -> npt.NDArray[np.int64]:
-    chain = itertools.chain.from_iterable
-    return np.fromiter(chain(chain(rows)), np.int64)
-
-
-def _stored_tensors(
-    tensors: Mapping[str, _Tensor], ndim: int, numbers: Mapping[str, int]
-) -> dict[str, StoredTensor]:
-    """Columns of all tensors of one number of dims, checked at once, and cut into tensors."""
-    counts = [len(tensor.places) for tensor in tensors.values()]
-    places = [place for tensor in tensors.values() for place in tensor.places]
-    size = (len(places), ndim)
-    offsets = _column(t.offsets for t in tensors.values()).reshape(size)
-    sizes = _column(t.sizes for t in tensors.values()).reshape(size)
-    files = np.array([numbers[place.relative_path] for place in places], np.int32)
-    starts = np.array([place.offset for place in places], np.int64)
-    lengths = np.array([place.length for place in places], np.int64)
-    shapes = np.array([t.shape for t in tensors.values()], dtype=np.int64).reshape(
-        len(tensors), ndim
-    )
-    limits = np.repeat(shapes, counts, axis=0)
-    outside = np.flatnonzero(((offsets > limits) | (sizes > limits - offsets)).any(axis=1))
-    if len(outside):
-        row = int(outside[0])
-        number = int(np.searchsorted(np.cumsum(counts), row, side="right"))
-        fqn, tensor = list(tensors.items())[number]
-        raise CheckpointFormatError(
-            f"tensor `{fqn}`: the chunk at {tuple(offsets[row].tolist())!r} of "
-            f"{tuple(sizes[row].tolist())!r} lies outside of shape {tensor.shape!r}",
-            fqn=fqn,
-        )
-    stored: dict[str, StoredTensor] = {}
-    first = 0
-    for (fqn, tensor), count in zip(tensors.items(), counts, strict=True):
-        rows = slice(first, first + count)
-        boxes = BoxArray(offsets[rows], sizes[rows])
-        stored[fqn] = StoredTensor(
-            fqn,
-            tensor.shape,
-            tensor.dtype,
-            boxes,
-            files[rows],
-            starts[rows],
-            lengths[rows],
-            defect=tensor.defect,
-        )
-        first += count
-    return stored
 
 
 def _show(value: object) -> str:
