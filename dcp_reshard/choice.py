@@ -9,6 +9,9 @@
    reads nothing twice. If that is at least `auto_ratio` times what is needed, and at least
    `auto_bytes` more, they read cooperatively.
 
+The first two are decided by the coordinator, with the plans, which costs nothing; the third takes
+two collective calls.
+
 An exchange costs a few collective calls and the copies of what is exchanged, so where little is to
 be saved reading for oneself is the faster.
 """
@@ -120,10 +123,14 @@ def choose_by_place(places: IntArray) -> Choice | None:
     """
     hosts, storage = len(np.unique(places[:, 0])), Storage(int(places[:, 1].max()))
     if storage == Storage.LOCAL:
-        return Choice("direct", "the files are on a disk of the host")
+        return Choice("direct", f"the files are on a disk of the host ({_count(places)})")
     if storage == Storage.SHARED and hosts == 1:
-        return Choice("direct", "all ranks are on one host, which caches what they read")
+        return Choice("direct", f"the host caches what its ranks read ({_count(places)})")
     return None
+
+
+def _count(places: IntArray) -> str:
+    return f"{len(places)} ranks on {len(np.unique(places[:, 0]))} hosts"
 
 
 def choose_by_bytes(
@@ -137,16 +144,17 @@ def choose_by_bytes(
         unique_bytes: What is needed by any rank.
         options: From where on to read cooperatively.
     """
-    hosts, which = np.unique(places[:, 0], return_inverse=True)
+    _, which = np.unique(places[:, 0], return_inverse=True)
     by_host = np.bincount(which.reshape(-1), weights=wanted)
-    shared = int(places[:, 1].max()) == Storage.SHARED
+    storage = Storage(int(places[:, 1].max()))
+    shared = storage == Storage.SHARED
     total = int(np.minimum(by_host, unique_bytes).sum() if shared else by_host.sum())
     saved = total - unique_bytes
     pays = total >= options.auto_ratio * unique_bytes and saved >= options.auto_bytes
     return Choice(
         "cooperative" if pays else "direct",
-        f"{len(wanted)} ranks on {len(hosts)} hosts would read {total} bytes, each for itself, of "
-        f"which {unique_bytes} are needed once",
+        f"{_count(places)} would read {total} bytes from {storage.name.lower()} storage, each for "
+        f"itself, of which {unique_bytes} are needed once",
     )
 
 

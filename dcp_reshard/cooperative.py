@@ -18,7 +18,7 @@ exchange (`lockstep`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from dcp_reshard.catalog import Catalog, StoredObject
 from dcp_reshard.domains import Domains, IntArray, plan_domains, plan_rounds
 from dcp_reshard.exchange import Exchange, Want
 from dcp_reshard.item_checks import check_object_size, item_context
-from dcp_reshard.lockstep import Lockstep
+from dcp_reshard.lockstep import Facts, Lockstep
 from dcp_reshard.messages import sort_messages
 from dcp_reshard.numbering import Numbering, number_items
 from dcp_reshard.options import ReaderOptions
@@ -130,24 +130,34 @@ class CooperativeRead:
     _numbering: Numbering | None = field(default=None, init=False)
     _exchange: Exchange | None = field(default=None, init=False)
 
-    def survey(self, parts: Sequence[WantedPart], objects: Sequence[StoredObject] = ()) -> Survey:
-        """Add up what all ranks want; a collective call.
+    def list_wants(
+        self, told: Facts, parts: Sequence[WantedPart], objects: Sequence[StoredObject] = ()
+    ) -> Survey:
+        """What this rank wants; to be added up over all ranks after the phase (`add_up`).
 
         Raises:
             CheckpointFormatError: An object is unreasonably large.
-            PeerFailedError: Another rank failed.
         """
-        with self.lockstep.phase("listing what it wants") as told:
-            told.own = Limits.from_options(self.options)
-            numbering = self._numbering = self._numbering or number_items(self.catalog)
-            wants = [*_tensor_wants(parts, numbering), *_object_wants(objects, numbering)]
-            requests = Requests.make(
-                [(w.number, w.offsets, tuple(w.dest.shape)) for w in wants],
-                num_dims=numbering.most_dims,
-            )
-            told.array = shares = count_shares(requests, numbering)
+        told.own = limits = Limits.from_options(self.options)
+        numbering = self._numbering = self._numbering or number_items(self.catalog)
+        wants = [*_tensor_wants(parts, numbering), *_object_wants(objects, numbering)]
+        requests = Requests.make(
+            [(w.number, w.offsets, tuple(w.dest.shape)) for w in wants],
+            num_dims=numbering.most_dims,
+        )
+        told.array = shares = count_shares(requests, numbering)
+        return Survey(wants, requests, numbering, shares, limits)
+
+    def add_up(self, survey: Survey, told: Facts) -> Survey:
+        """What all ranks want; a collective call.
+
+        Args:
+            survey: What this rank has listed.
+            told: What all ranks have told each other at the end of that phase.
+        """
         self.lockstep.reduce_sum(told)
-        return Survey(wants, requests, numbering, shares, Limits(*told.all.min(axis=0).tolist()))
+        limits = told.all[:, : len(survey.limits)].min(axis=0)
+        return replace(survey, limits=Limits(*limits.tolist()))
 
     def run(self, survey: Survey, *, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Fill the destinations of all parts, and get the items of all objects; a collective call.

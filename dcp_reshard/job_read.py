@@ -24,11 +24,10 @@ from dcp_reshard.catalog import Catalog
 from dcp_reshard.choice import (
     Choice,
     choose_by_bytes,
-    choose_by_place,
     estimate_bytes,
     find_place,
 )
-from dcp_reshard.cooperative import CooperativeRead, Survey
+from dcp_reshard.cooperative import CooperativeRead
 from dcp_reshard.destination import Destination
 from dcp_reshard.direct import DirectRead
 from dcp_reshard.domains import IntArray
@@ -71,8 +70,8 @@ class ReadResult:
 class JobRead:
     """How a rank reads."""
 
-    mode: str
-    """``"direct"``, ``"cooperative"`` or ``"auto"``."""
+    choice: Choice | None
+    """How the ranks read; None if that depends on what all of them want."""
 
     source: CountingSource
     """Where the bytes come from."""
@@ -125,13 +124,14 @@ class JobRead:
             wanted.append(resolve())
             return wanted[0]
 
-        read, cooperation = self._read(resolve_once, self.mode)
+        read, cooperation = self._read(resolve_once, self.choice)
         verdict, seconds = self._check(read)
         if verdict.damaged:
             # Storage may give wrong bytes once.
             select = partial(_select, catalog=self.catalog, records=verdict.damaged)
             again, more = self._read(
-                lambda: (select(wanted[0][0]), select(wanted[0][1])), cooperation.mode
+                lambda: (select(wanted[0][0]), select(wanted[0][1])),
+                Choice(cooperation.mode, "records are damaged, or were read wrongly"),
             )
             second, more_seconds = self._check(again)
             read.rereads += len(verdict.errors)
@@ -155,36 +155,36 @@ class JobRead:
         return verdict, time.perf_counter() - started
 
     def _read(
-        self, resolve: _Resolve, mode: str
+        self, resolve: _Resolve, choice: Choice | None
     ) -> tuple[DirectRead | CooperativeRead, Cooperation]:
         if self.lockstep is None:
             return self._read_directly(_alone, resolve, "this rank reads alone")
-        return self._read_together(self.lockstep, resolve, mode)
+        return self._read_together(self.lockstep, resolve, choice)
 
     def _read_together(
-        self, lockstep: Lockstep, resolve: _Resolve, mode: str
+        self, lockstep: Lockstep, resolve: _Resolve, choice: Choice | None
     ) -> tuple[DirectRead | CooperativeRead, Cooperation]:
-        if mode == "direct":
-            return self._read_directly(lockstep.phase, resolve, "asked for")
+        if choice is not None and choice.mode == "direct":
+            return self._read_directly(lockstep.phase, resolve, choice.reason)
+        read = CooperativeRead(self.source, self.catalog, self.options, lockstep)
         with lockstep.phase("finding out what it wants") as told:
             wanted, own = resolve()
-            told.own = find_place(self.source)
-        read = CooperativeRead(self.source, self.catalog, self.options, lockstep)
-        choice = choose_by_place(told.all)
-        if mode == "cooperative":
-            choice = Choice("cooperative", "asked for")
-        survey = None
-        if choice is None or choice.mode == "cooperative":
-            survey = read.survey(wanted.tensors)
+            survey = read.list_wants(told, wanted.tensors)
+            if choice is None:
+                percent, least = round(100 * self.options.auto_ratio), self.options.auto_bytes
+                nbytes = estimate_bytes(wanted.tensors, (), self.options)
+                told.own += (percent, least, nbytes, *find_place(self.source))
+        survey = read.add_up(survey, told)
         if choice is None:
-            assert survey is not None
-            choice = self._choose(lockstep, told.all, wanted, survey)
-        logger.info("reading in mode %r: %s", choice.mode, choice.reason)
-        if choice.mode == "direct" or survey is None:
+            choice = self._choose(told.all[:, len(survey.limits) :], survey.unique_bytes)
+        if choice.mode == "direct":
             return self._read_directly(lockstep.phase, lambda: (wanted, own), choice.reason)
         apart = DirectRead(self.source, self.catalog, self.options, None)
         with self._closed_after_failure():
-            read.run(read.survey(wanted.values, wanted.objects))
+            with lockstep.phase("listing its values") as told:
+                logger.info("reading in mode %r: %s", choice.mode, choice.reason)
+                values = read.list_wants(told, wanted.values, wanted.objects)
+            read.run(read.add_up(values, told))
             with lockstep.phase("checking the values that are not tensors"):
                 read.take_results()
                 apart.run(own.values, own.objects)
@@ -207,21 +207,11 @@ class JobRead:
             imbalance=_imbalance(told.all[:, 0]),
         )
 
-    def _choose(
-        self,
-        lockstep: Lockstep,
-        places: IntArray,
-        wanted: ReadList,
-        survey: Survey,
-    ) -> Choice:
-        with lockstep.phase("estimating what it would read") as told:
-            percent, unique_bytes = round(100 * self.options.auto_ratio), survey.unique_bytes
-            nbytes = estimate_bytes(wanted.tensors, (), self.options)
-            told.own = (nbytes, percent, self.options.auto_bytes)
+    def _choose(self, told: IntArray, unique_bytes: int) -> Choice:
         # Alike on all ranks, although their options may differ.
-        _, percent, least = told.all.max(axis=0).tolist()
+        percent, least = told[:, :2].max(axis=0).tolist()
         options = replace(self.options, auto_ratio=percent / 100, auto_bytes=least)
-        return choose_by_bytes(places, told.all[:, 0], unique_bytes=unique_bytes, options=options)
+        return choose_by_bytes(told[:, 3:], told[:, 2], unique_bytes=unique_bytes, options=options)
 
     def _read_directly(
         self, phase: _Phase, resolve: _Resolve, reason: str
@@ -229,6 +219,7 @@ class JobRead:
         read = DirectRead(self.source, self.catalog, self.options, self.on_progress)
         with self._closed_after_failure():
             with phase("reading the values that are not tensors"):
+                logger.info("reading in mode 'direct': %s", reason)
                 wanted, own = resolve()
                 read.run(wanted.values + own.values, wanted.objects + own.objects)
                 self.check_values(read.objects)

@@ -48,7 +48,7 @@ IntegerArray = npt.NDArray[np.integer[Any]]
 Value = TypeVar("Value")
 
 # A row for each rank: whether the phase has failed, a count, and facts.
-_FACTS = slice(2, 10)
+_FACTS = slice(2, 12)
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Facts:
     """Numbers that ranks tell each other at the end of a phase."""
 
     own: tuple[int, ...] = ()
-    """For all ranks, as many on each, at most 8; to be set during the phase."""
+    """For all ranks, as many on each, at most 10; to be set during the phase."""
 
     counts: Sequence[int] = ()
     """One for each rank; to be set during the phase."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_reshard.catalog import Catalog
+from dcp_reshard.choice import Choice
 from dcp_reshard.errors import InconsistentRanksError, PlanError
 from dcp_reshard.read_items import count_items, find_planned
 from dcp_reshard.storage import ByteSource, read_bytes
@@ -26,7 +27,7 @@ _FINGERPRINT_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class PlanDigest:
-    """What the coordinator gets of a rank's plan, and gives back with the number of ranks."""
+    """What the coordinator gets of a rank's plan, and gives back with what it has decided."""
 
     metadata: str
     """Digest of the metadata as this rank sees it."""
@@ -43,12 +44,24 @@ class PlanDigest:
     num_peers: int
     """Number of ranks of the reader's process group; 1 if this rank is in none."""
 
+    place: tuple[int, int]
+    """The host, and the kind of its storage (see `choice.find_place`)."""
+
     num_ranks: int = 0
     """Number of ranks that take part in the load; 0 until the coordinator has counted them."""
 
+    choice: Choice | None = None
+    """How they read, if the coordinator knows."""
+
 
 def digest_plan(
-    plan: LoadPlan, catalog: Catalog, *, source: ByteSource, way: str, num_peers: int
+    plan: LoadPlan,
+    catalog: Catalog,
+    *,
+    source: ByteSource,
+    way: str,
+    num_peers: int,
+    place: tuple[int, int],
 ) -> PlanDigest:
     """The digest of a plan; reads a few bytes of the metadata files.
 
@@ -60,7 +73,7 @@ def digest_plan(
     text = "\0".join(sorted(fqns)).encode(errors="surrogatepass")
     keys = hashlib.blake2b(text, digest_size=16).hexdigest()
     fingerprint = _fingerprint(catalog, source)
-    return PlanDigest(fingerprint, keys, way, count_items(plan), num_peers)
+    return PlanDigest(fingerprint, keys, way, count_items(plan), num_peers, place)
 
 
 def _fingerprint(catalog: Catalog, source: ByteSource) -> str:

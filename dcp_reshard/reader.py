@@ -31,10 +31,11 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -42,6 +43,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_reshard.catalog import Catalog, CatalogSource
+from dcp_reshard.choice import Choice, choose_by_place, find_place
 from dcp_reshard.destination import Destination, before_writing
 from dcp_reshard.errors import PlanError
 from dcp_reshard.garbage import paused_gc
@@ -215,6 +217,7 @@ class ReshardStorageReader(StorageReader):
             source=self._source,
             way=self._way(),
             num_peers=1 if self._lockstep is None else self._lockstep.size,
+            place=find_place(self._source) if self.mode == "auto" else (0, 0),
         )
         self.waiting_for = "make their plans"
         if not self.options.keep_plan_local:
@@ -244,10 +247,16 @@ class ReshardStorageReader(StorageReader):
             require_peers=len(plans) > 1
             and (self.process_group is not None or self.mode == "cooperative"),
         )
+        choice = self._choose([digest.place for digest in digests])
         return [
-            replace(plan, storage_data=replace(digest, num_ranks=len(plans)))
+            replace(plan, storage_data=replace(digest, num_ranks=len(plans), choice=choice))
             for plan, digest in zip(plans, digests, strict=True)
         ]
+
+    def _choose(self, places: Sequence[tuple[int, int]]) -> Choice | None:
+        if self.mode == "auto":
+            return choose_by_place(np.array(places))
+        return Choice("direct" if self.mode == "direct" else "cooperative", "asked for")
 
     @portable
     @paused_gc()
@@ -274,7 +283,7 @@ class ReshardStorageReader(StorageReader):
         started = time.perf_counter()
         wanted = Wanted(self._catalog, planner, self._own, self.options.allow_unsafe_pickle)
         job = JobRead(
-            self.mode,
+            plan.storage_data.choice if isinstance(plan.storage_data, PlanDigest) else None,
             self._source,
             self._catalog,
             self.options,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 __all__ = [
     "Cooperation",
@@ -22,7 +22,7 @@ _SHOWN = 5
 class Cooperation:
     """How the ranks of a load have read, and what they have exchanged."""
 
-    mode: str = "direct"
+    mode: Literal["direct", "cooperative"] = "direct"
     """``"direct"``: each for itself; ``"cooperative"``: each byte once for all."""
 
     reason: str = ""

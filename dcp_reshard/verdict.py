@@ -79,8 +79,10 @@ def check_records(
         found = _sum_up(records)
         partial = {key: use for key, use, joined in found if joined.crc is None and use.crc}
         outgoing = _list_parts(partial, catalog, lockstep.size)
-        told.counts = [len(rows) for rows in outgoing]
-    tables = lockstep.exchange_rows(outgoing, told, what="checksums of what they have read")
+        told.counts, told.own = [len(rows) for rows in outgoing], (len(partial),)
+    tables = []
+    if told.all.any():
+        tables = lockstep.exchange_rows(outgoing, told, what="checksums of what they have read")
     with lockstep.phase("comparing checksums") as told:
         # What contradicts itself here may not do so when neighbours have been merged.
         whole = [one for one in found if one[0] not in partial or one[2].conflict]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +364,65 @@ def test_a_device_that_is_full_at_any_time(saved: str) -> None:
     for outcomes in failed:
         assert all(outcome == outcomes[0] for outcome in outcomes)
         assert outcomes[0][VICTIM] == "OutOfMemoryError: told to fail"
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def load_by_choice(
+    rank: int, path: str, placements: Sequence[Placement], remote: object
+) -> tuple[list[str], dict[str, Any], str]:
+    lines = Lines()
+    logger = logging.getLogger("dcp_reshard.job_read")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(lines)
+    checkpoint = RecordingCheckpoint(path) if remote else path
+    options = replace(OPTIONS, auto_bytes=1000)
+    report = dcp_reshard.load(make_state((3,), placements), checkpoint, options=options)
+    return lines.lines, report.to_dict()["cooperation"], str(report)
+
+
+@pytest.mark.parametrize(
+    ("placements", "mode", "times"), [([Replicate()], "cooperative", 3), ([Shard(0)], "direct", 1)]
+)
+def test_what_auto_decides_by_bytes_is_logged(
+    saved: str, placements: Sequence[Placement], mode: str, times: int
+) -> None:
+    """With the numbers that decided, once, in the log and the report, and alike on all ranks."""
+    ranks = gloo_world(3, load_by_choice, saved, placements, True)
+    reasons = {cooperation["reason"] for _, cooperation, _ in ranks}
+    assert len(reasons) == 1
+    (reason,) = reasons
+    match = re.fullmatch(
+        r"3 ranks on 1 hosts would read (\d+) bytes from remote storage, each for itself, of which "
+        r"(\d+) are needed once",
+        reason,
+    )
+    assert match is not None
+    total, unique = map(int, match.groups())
+    assert times * UNIQUE <= total <= times * UNIQUE + 12  # a scalar on each rank
+    assert UNIQUE <= unique <= 1.01 * UNIQUE  # containers, too
+    for lines, cooperation, text in ranks:
+        assert lines == [f"reading in mode {mode!r}: {reason}"]
+        assert cooperation["mode"] == mode
+        assert f"{mode} ({reason})" in text
+
+
+def test_what_auto_decides_by_place_is_logged(saved: str) -> None:
+    """On a disk of the host, with the numbers of ranks and hosts."""
+    reason = "the files are on a disk of the host (3 ranks on 1 hosts)"
+    for lines, cooperation, text in gloo_world(3, load_by_choice, saved, [Replicate()], False):
+        assert lines == [f"reading in mode 'direct': {reason}"]
+        assert (cooperation["mode"], cooperation["reason"]) == ("direct", reason)
+        assert f"direct ({reason})" in text
 
 
 class FlakyCheckpoint(FailingCheckpoint):

@@ -93,8 +93,8 @@ def test_the_reason_has_the_numbers() -> None:
         options=OPTIONS,
     )
     assert choice.reason == (
-        "2 ranks on 2 hosts would read 52428800 bytes, each for itself, of which 31457280 are "
-        "needed once"
+        "2 ranks on 2 hosts would read 52428800 bytes from remote storage, each for itself, of "
+        "which 31457280 are needed once"
     )
 
 

@@ -730,6 +730,42 @@ def test_auto_chooses_by_storage_and_bytes(
         assert where in report.cooperation.reason
 
 
+class CountingReader(ReshardStorageReader):
+    """Remembers every collective call of its own."""
+
+    @property
+    def waiting_for(self) -> str:
+        return self.calls[-1]
+
+    @waiting_for.setter
+    def waiting_for(self, what: str) -> None:
+        self.calls = [*getattr(self, "calls", []), what]
+
+
+@pytest.mark.parametrize("dest", ["rows4", "replicas3"])
+def test_what_auto_costs(saved: Callable[[str], Path], dest: str) -> None:
+    """Where direct reading is chosen by place: nothing; by bytes: two collective calls."""
+    layout = LAYOUTS[dest]
+    path = saved("rows4")
+
+    def load(rank: int, mode: str, remote: object) -> list[str]:
+        checkpoint = RecordingCheckpoint(path) if remote else path
+        reader = CountingReader(checkpoint, mode=mode, options=WHOLE)
+        state = make_state(SMALL, layout, rank)
+        dcp.load(state, storage_reader=reader, planner=ReshardLoadPlanner())
+        assert reader.stats.cooperation.mode == "direct"
+        return reader.calls
+
+    direct, by_place, by_bytes = (
+        thread_world(layout.size, load, mode, remote)[0]
+        for mode, remote in (("direct", True), ("auto", False), ("auto", True))
+    )
+    assert by_place == direct
+    more = ["end finding out what it wants", "say which bytes they need"]
+    assert [call for call in by_bytes if call not in more] == direct
+    assert len(by_bytes) == len(direct) + 2
+
+
 def test_ranks_with_other_options(tmp_path: Path) -> None:
     """Sizes, threads and budgets may differ, as on hosts with other CPUs; the least counts."""
     save_state(tmp_path, {"w": indexed_tensor((300, 200)), "v": torch.ones(500)})
