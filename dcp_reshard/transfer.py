@@ -19,7 +19,8 @@ Staging buffers are a fixed pool: memory beyond the destination is bounded by th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -217,14 +218,13 @@ class Transfer:
         for _ in range(self.threads * (2 if cuda else 1)):
             pool.put(_Staging(self.max_bytes, pinned=cuda))
         stream = _side_stream() if cuda else None
-        run_threads(
-            lambda request: self._perform(request, pool, stream),
-            requests,
-            threads=self.threads,
-            on_result=on_bytes,
-        )
-        if stream is not None:
-            stream.synchronize()
+        with _awaited(stream):
+            run_threads(
+                lambda request: self._perform(request, pool, stream),
+                requests,
+                threads=self.threads,
+                on_result=on_bytes,
+            )
 
     def _perform(
         self, request: Request, pool: SimpleQueue[_Staging], stream: torch.cuda.Stream | None
@@ -317,6 +317,20 @@ def _side_stream() -> torch.cuda.Stream:
     stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     return stream
+
+
+@contextmanager
+def _awaited(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Wait for the copies of a stream at the end.
+
+    Also after a failure: copies under way write to memory that is the caller's again, from buffers
+    that are about to be freed.
+    """
+    try:
+        yield
+    finally:
+        if stream is not None:
+            stream.synchronize()
 
 
 def _copy_piece(piece: _Piece, buffer: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
