@@ -1,4 +1,4 @@
-"""Are two hyper-parameters equal, and in what do those of two groups differ?"""
+"""Hyper-parameters: are two equal, in what do those of two groups differ, what state is theirs?"""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["differences", "same_named", "same_value", "show_named"]
+__all__ = ["STATE_OF", "differences", "same_named", "same_value", "show_named"]
+
+STATE_OF = {
+    "amsgrad": "max_exp_avg_sq",
+    "centered": "grad_avg",
+    "momentum": "momentum_buffer",
+}
+"""State that optimizers of torch keep if a hyper-parameter is set, and only then."""
 
 
 def same_value(one: object, other: object) -> bool:

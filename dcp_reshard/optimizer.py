@@ -191,6 +191,11 @@ class _Load:
                 group["params"] = [self._names[n] for n in saved.params if n in self._names]
                 if "param_names" in group:
                     group["param_names"] = list(group["params"])
+            if not self.report.restored:
+                # torch 2.13 takes a dict without state for a flattened one, and a state without
+                # names for one by number, whose groups it sets by their position.
+                state = (*self._groups_at[:-1], "state")
+                set_element(root, state, {name: {} for name in self._names.values()})
         return root
 
     def _read_names(self, stored: StoredOptimizer, metadata: Metadata) -> SavedGroups:

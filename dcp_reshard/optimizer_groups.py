@@ -17,14 +17,11 @@ import torch
 
 from dcp_reshard.catalog import KeyPath
 from dcp_reshard.errors import OptimizerStateError
-from dcp_reshard.hyper_values import differences, same_named, same_value, show_named
+from dcp_reshard.hyper_values import STATE_OF, differences, same_named, same_value, show_named
 from dcp_reshard.report import HyperParameter
 from dcp_reshard.saved_groups import NOT_HYPER_PARAMETERS, SavedGroups
 
 __all__ = ["GroupPlan", "LiveGroup", "check_needed_state", "plan_groups"]
-
-# State that a hyper-parameter makes torch's optimizers expect, once there is any state.
-_NEEDED_STATE = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
 
 _GUESSED = (
     "; the flattened form does not say what is one group, and those with equal hyper-parameters "
@@ -132,10 +129,9 @@ def check_needed_state(
     Raises:
         OptimizerStateError: It has not, and the next step would fail.
     """
-    needed = dict(_NEEDED_STATE)
-    if isinstance(optimizer, torch.optim.RMSprop):
-        needed["momentum"] = "momentum_buffer"
-    for hyper, state in needed.items():
+    for hyper, state in STATE_OF.items():
+        if hyper == "momentum" and not isinstance(optimizer, torch.optim.RMSprop):
+            continue  # SGD makes its buffer when it needs one
         if final.get(hyper) and hyper not in plan.values and (state,) not in paths:
             raise OptimizerStateError(
                 f"parameter `{name}`: `{hyper}` is to stay {final[hyper]!r}, but there is no "

@@ -12,7 +12,7 @@ For that the groups of the checkpoint, few and small, are read while the load is
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +20,9 @@ import torch
 
 from dcp_reshard.catalog import Catalog, KeyPath
 from dcp_reshard.copying import Copy
-from dcp_reshard.errors import MissingTensorError, PlanError
-from dcp_reshard.nearest_names import describe_nearest
+from dcp_reshard.errors import MissingTensorError, OptimizerStateError, PlanError
+from dcp_reshard.hyper_values import STATE_OF
+from dcp_reshard.nearest_names import describe_nearest, shorten
 from dcp_reshard.optimizer_groups import GroupPlan, LiveGroup, plan_groups
 from dcp_reshard.optimizer_keys import StoredOptimizer, find_stored_optimizer
 from dcp_reshard.optimizer_templates import Template
@@ -99,7 +100,8 @@ def plan_template(
         The plan; None if the checkpoint has no such groups, or none that name their parameters.
 
     Raises:
-        OptimizerStateError: Groups were merged or split, and `options.groups` does not say how.
+        OptimizerStateError: Groups were merged or split, and `options.groups` does not say how; or
+            the template has no place for state that is needed.
         MissingTensorError: The checkpoint does not know any parameter of a group.
     """
     where = _stored_at(template, paths, keys, catalog)
@@ -133,6 +135,8 @@ def plan_template(
             + describe_nearest(own, saved.params(), here="in the state dict"),
             fqn=key,
         )
+    asked = {keys[fqn] for fqn, path in paths.items() if template.param_at(path) is not None}
+    _check_state(template, plans, names, stored, saved, asked)
     used = {name for name in names.values() if name is not None}
     for plan in plans:
         if plan.source is not None:
@@ -196,6 +200,51 @@ def _match(
             wanted[own] = (by_state[own],) if own in by_state else (own, renamed)
     found = match_names(list(wanted.values()), [*saved.params(), *by_state.values()])
     return dict(zip(wanted, found.stored, strict=True))
+
+
+def _check_state(
+    template: Template,
+    plans: Sequence[GroupPlan],
+    names: Mapping[str, str | None],
+    stored: StoredOptimizer,
+    saved: SavedGroups,
+    asked: Set[str],
+) -> None:
+    """Check that the template has the state that there will have to be.
+
+    Raises:
+        OptimizerStateError: It has none at all, or not that of a hyper-parameter that it gets.
+    """
+    owners = {
+        name: (group.values, plan.values)
+        for group, plan in zip(template.groups, plans, strict=True)
+        for own in group.params
+        if (name := names[own]) is not None
+    }
+    left: list[str] = []
+    for key in stored.state:
+        param = saved.names.get(key.param, key.param)
+        if key.key in asked or param not in owners or not key.path:
+            continue
+        before, restored = owners[param]
+        hyper = next((h for h, state in STATE_OF.items() if state == key.path[0]), "")
+        if restored.get(hyper) and not before.get(hyper):
+            raise OptimizerStateError(
+                f"parameter `{param}`: `{hyper}` was saved as {restored[hyper]!r}, with state "
+                f"`{key.path[0]}`, for which the state dict has no place, and the next step would "
+                f"go on without it; make the state dict from an optimizer with that `{hyper}`, "
+                f"keep it as it is (`keep_hyper_parameters`), or use `load_optimizer`",
+                fqn=param,
+            )
+        if not hyper or restored.get(hyper, before.get(hyper)):
+            left.append(param)
+    if left and asked.isdisjoint(key.key for key in stored.state):
+        raise OptimizerStateError(
+            f"nothing to restore: the state dict has no state, the checkpoint has that of "
+            f"{shorten(dict.fromkeys(left))}; `get_optimizer_state_dict` gives none if parameters "
+            f"have gradients: set these to None first, or use `load_optimizer`",
+            fqn=left[0],
+        )
 
 
 def _used(stored: StoredOptimizer, listed: SavedGroups, params: set[str]) -> Iterator[str]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -227,3 +228,19 @@ def test_state_of_a_parameter_of_another_size_is_refused(tmp_path: Path) -> None
     message = r"`up.weight`: state `exp_avg` was saved with shape \(14, 6\), .* \(15, 6\)"
     with pytest.raises(ShapeMismatchError, match=message):
         load(tmp_path, params)
+
+
+@pytest.mark.parametrize("form", ["nested", "flattened"])
+def test_groups_of_an_optimizer_without_state_are_set_by_name(form: str, tmp_path: Path) -> None:
+    """Without a name of a parameter with state, torch would set groups by their position."""
+    model, other = Net(), Net()
+    parts = [{"params": model.up.parameters(), "lr": 0.1}, {"params": model.down.parameters()}]
+    save_optimizer(tmp_path, model, torch.optim.SGD(parts, lr=0.2), form=form)
+    fresh = torch.optim.SGD(
+        [{"params": other.down.parameters()}, {"params": other.up.parameters()}], lr=0.5
+    )
+    osd, _ = load(tmp_path, other.state_dict())
+    options = StateDictOptions(flatten_optimizer_state_dict=form == "flattened")
+    set_optimizer_state_dict(other, fresh, osd, options=options)
+    assert [group["lr"] for group in fresh.param_groups] == [0.2, 0.1]
+    step(other, fresh)
