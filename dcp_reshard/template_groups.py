@@ -97,11 +97,12 @@ def plan_template(
         read: Fills values of the checkpoint, by key.
 
     Returns:
-        The plan; None if the checkpoint has no such groups, or none that name their parameters.
+        The plan; None if the checkpoint has no such groups.
 
     Raises:
-        OptimizerStateError: Groups were merged or split, and `options.groups` does not say how; or
-            the template has no place for state that is needed.
+        OptimizerStateError: Groups were merged or split, and `options.groups` does not say how;
+            they do not name their parameters; or the template has no place for state that is
+            needed.
         MissingTensorError: The checkpoint does not know any parameter of a group.
     """
     where = _stored_at(template, paths, keys, catalog)
@@ -112,7 +113,11 @@ def plan_template(
     read(values)
     listed = make_saved_groups(stored, values)
     if listed.numbered:
-        return None
+        raise OptimizerStateError(
+            f"`{where}` was saved with the numbers of parameters (by `Optimizer.state_dict`), and "
+            f"the state dict has their names; `load_optimizer` matches them by position if "
+            f"`OptimizerOptions` say so"
+        )
     saved = listed.by_parameter() if template.flattened else listed
     names = _match(template, paths, keys, stored, saved, options)
     live = [

@@ -322,3 +322,16 @@ def test_lists_that_another_rank_has_saved_are_known_by_number(tmp_path: Path) -
     report = dcp_reshard.load(state, tmp_path)
     assert state["optimizer"]["param_groups"][0]["lr"] == 0.1
     assert [(h.name, h.what) for h in report.hyper_parameters] == [("lr", "restored")]
+
+
+@pytest.mark.parametrize("form", ["nested", "flattened"])
+def test_groups_that_were_saved_by_number_are_refused(form: str, tmp_path: Path) -> None:
+    """Row 14: their order is all that they have, and it may not be that of the template."""
+    model, other = Net(), Net()
+    rates = [{"params": model.up.parameters(), "lr": 0.1}, {"params": model.down.parameters()}]
+    dcp.save({"optimizer": torch.optim.SGD(rates, lr=0.2).state_dict()}, checkpoint_id=tmp_path)
+    parts = [{"params": other.down.parameters()}, {"params": other.up.parameters(), "lr": 0.4}]
+    state = template(other, torch.optim.SGD(parts, lr=0.3), form)
+    with pytest.raises(OptimizerStateError, match="numbers of parameters"):
+        dcp_reshard.load(state, tmp_path, strict=False)
+    assert [value_of(state, name, "lr") for name in ("down.bias", "up.bias")] == [0.3, 0.4]
