@@ -32,7 +32,7 @@ from dcp_reshard.lockstep import Facts, Lockstep
 from dcp_reshard.messages import sort_messages
 from dcp_reshard.numbering import Numbering, number_items
 from dcp_reshard.options import ReaderOptions
-from dcp_reshard.parts import RecordUse, WantedPart
+from dcp_reshard.parts import Findings, WantedPart
 from dcp_reshard.pieces import Pieces, Requests, TapeIndex, find_pieces
 from dcp_reshard.placing import (
     WHOLE,
@@ -43,7 +43,6 @@ from dcp_reshard.placing import (
     mark_blocks,
 )
 from dcp_reshard.storage import CountingSource
-from dcp_reshard.transfer import RecordKey
 from dcp_reshard.window_reader import WindowReader
 
 __all__ = ["CooperativeRead", "Survey"]
@@ -94,23 +93,8 @@ class CooperativeRead:
     lockstep: Lockstep
     """The ranks."""
 
-    objects: dict[str, bytes] = field(default_factory=dict)
-    """Items of the objects wanted, by key."""
-
-    records: dict[RecordKey, RecordUse] = field(default_factory=dict)
-    """Records of which this rank has read something."""
-
-    compared: set[RecordKey] = field(default_factory=set)
-    """Other records, which had their checksum when they were read."""
-
-    chunks_read_whole: list[str] = field(default_factory=list)
-    """Keys of chunks of unknown form that this rank has read."""
-
-    rereads: int = 0
-    """Items read a second time because they were not as they should be."""
-
-    bytes_direct: int = 0
-    """Bytes read straight into their destination: none."""
+    found: Findings = field(default_factory=Findings)
+    """What was read, in all runs whose results were taken."""
 
     bytes_sent: int = 0
     """Bytes sent to other ranks."""
@@ -123,9 +107,6 @@ class CooperativeRead:
 
     buffer_bytes: int = 0
     """Bytes of the buffers that windows were read into, and pieces sent from and received in."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds in which windows were read, and pieces exchanged."""
 
     _numbering: Numbering | None = field(default=None, init=False)
     _exchange: Exchange | None = field(default=None, init=False)
@@ -162,7 +143,7 @@ class CooperativeRead:
     def run(self, survey: Survey, *, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Fill the destinations of all parts, and get the items of all objects; a collective call.
 
-        What was read and counted is in the fields once `take_results` has been called.
+        What was read is in `found`, and in the counters, once `take_results` has been called.
 
         Args:
             survey: What all ranks want.
@@ -254,22 +235,20 @@ class CooperativeRead:
         exchange = self._exchange
         if exchange is None:
             return
-        self.records |= exchange.reader.records
-        self.chunks_read_whole += exchange.reader.read_whole
-        self.rereads += exchange.reader.rereads
         rounds = range(len(exchange.rounds))
         self.rounds += len(rounds)
         self.buffer_bytes = max(self.buffer_bytes, exchange.buffer_bytes)
         self.bytes_sent += sum(sum(exchange.outgoing.travelling(i)) for i in rounds)
         self.bytes_received += sum(sum(exchange.incoming.travelling(i)) for i in rounds)
-        for name, seconds in (
-            ("read in rounds", exchange.read_seconds),
-            ("exchange", exchange.exchange_seconds),
-        ):
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        found = exchange.reader.found
+        found.seconds = {
+            "read in rounds": exchange.read_seconds,
+            "exchange": exchange.exchange_seconds,
+        }
         for want in exchange.wants:
             if want.number >= exchange.reader.index.numbering.num_chunks:
-                self.objects[want.fqn] = want.dest.numpy().tobytes()
+                found.objects[want.fqn] = want.dest.numpy().tobytes()
+        self.found.add(found)
 
 
 def _tensor_wants(parts: Sequence[WantedPart], numbering: Numbering) -> list[Want]:

@@ -28,13 +28,13 @@ from dcp_reshard.item_checks import (
     load_unknown,
 )
 from dcp_reshard.options import ReaderOptions
-from dcp_reshard.parts import RecordUse, WantedPart
+from dcp_reshard.parts import Findings, RecordUse, WantedPart
 from dcp_reshard.payload import Payload
 from dcp_reshard.probe import Item, ItemBytes, probe_groups
 from dcp_reshard.small_chunks import SmallChunk, SmallChunks
 from dcp_reshard.storage import CountingSource
 from dcp_reshard.template import PayloadProber
-from dcp_reshard.transfer import ChunkPart, RecordKey, Transfer, plan_requests
+from dcp_reshard.transfer import ChunkPart, Transfer, plan_requests
 
 __all__ = ["DirectRead"]
 
@@ -58,26 +58,8 @@ class DirectRead:
     on_progress: Callable[[int, int], None] | None
     """Called with bytes done and bytes in all."""
 
-    objects: dict[str, bytes] = field(default_factory=dict)
-    """Items of the objects read, by key."""
-
-    records: dict[RecordKey, RecordUse] = field(default_factory=dict)
-    """Records of which something was read, and that are still to be compared."""
-
-    compared: set[RecordKey] = field(default_factory=set)
-    """Other records, which had their checksum when they were read."""
-
-    chunks_read_whole: list[str] = field(default_factory=list)
-    """Keys of chunks of unknown form."""
-
-    bytes_direct: int = 0
-    """Bytes read straight into their destination."""
-
-    rereads: int = 0
-    """Items read a second time because they were not as they should be."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds by phase of the read, if there are several."""
+    found: Findings = field(default_factory=Findings)
+    """What was read, in all runs."""
 
     _prober: PayloadProber = field(default_factory=PayloadProber, init=False)
     _small: SmallChunks = field(init=False)
@@ -128,7 +110,7 @@ class DirectRead:
                 if again is None:
                     raise
                 with self._lock:
-                    self.rereads += 1
+                    self.found.rereads += 1
                 take(again)
 
         probe_groups(
@@ -205,7 +187,7 @@ class DirectRead:
                 for record in check_records_of(memoryview(contents)):
                     self._note_record(fqn, item.item, record, record.crc, checked=True)
         with self._lock:
-            self.objects[fqn] = contents
+            self.found.objects[fqn] = contents
 
     def _probe_chunk(self, wanted: list[WantedPart], item: ItemBytes) -> None:
         with item_context("tensor", wanted[0].fqn, item.item):
@@ -232,7 +214,7 @@ class DirectRead:
         if self.options.verify == "off" or crc == 0:
             self._note_record(first.fqn, item.item, record, crc)
         elif (found := crc32(contents)) == crc:
-            self.compared.add((item.item.file, item.item.start + record.start))
+            self.found.compared.add((item.item.file, item.item.start + record.start))
         else:
             raise CorruptRecordError(
                 f"record `{record.name}`: CRC-32 is {found:#010x}, recorded was {crc:#010x}"
@@ -252,7 +234,7 @@ class DirectRead:
     ) -> None:
         key = (item.file, item.start + record.start)
         with self._lock:
-            use = self.records.setdefault(key, RecordUse(fqn, record.length, crc))
+            use = self.found.records.setdefault(key, RecordUse(fqn, record.length, crc))
         if checked:
             use.parts.append(CrcPart(0, record.length, crc))
 
@@ -266,7 +248,7 @@ class DirectRead:
                     self._note_record(wanted[0].fqn, item, record, record.crc, checked=True)
             sizes = tuple(stored.chunks.sizes[wanted[0].chunk].tolist())
             value = load_unknown(contents, sizes, stored.dtype)
-        self.chunks_read_whole.append(stored.fqn)
+        self.found.chunks_read_whole.append(stored.fqn)
         for part in wanted:
             copy_elements(part.fqn, part.dest, part.select(value))
 
@@ -292,6 +274,6 @@ class DirectRead:
             checksums=self.options.verify != "off",
         )
         transfer.run(requests, on_bytes=on_bytes)
-        self.bytes_direct += transfer.bytes_direct
+        self.found.bytes_direct += transfer.bytes_direct
         for key, crc_parts in transfer.crc_parts.items():
-            self.records[key].parts += crc_parts
+            self.found.records[key].parts += crc_parts

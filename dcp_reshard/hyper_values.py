@@ -30,8 +30,6 @@ def same_value(one: object, other: object) -> bool:
         return len(one) == len(other) and all(map(same_value, one, other))
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(same_value(one[key], other[key]) for key in one)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same_value(one[key], other[key]) for key in one)
     alike = type(one) is type(other) or _both_numbers(one, other)
     return alike and bool(one == other)
 

@@ -35,7 +35,7 @@ from dcp_reshard.errors import PeerFailedError
 from dcp_reshard.lockstep import Facts, Lockstep
 from dcp_reshard.options import ReaderOptions
 from dcp_reshard.outcome import leave_note
-from dcp_reshard.parts import ReadList, WantedPart
+from dcp_reshard.parts import Findings, ReadList, WantedPart
 from dcp_reshard.report import Cooperation
 from dcp_reshard.storage import CountingSource
 from dcp_reshard.transfer import RecordKey
@@ -53,7 +53,7 @@ _Resolve = Callable[[], tuple[ReadList, ReadList]]
 class ReadResult:
     """What a rank has read."""
 
-    read: DirectRead | CooperativeRead
+    found: Findings
     """Objects, records and counters."""
 
     cooperation: Cooperation
@@ -124,8 +124,8 @@ class JobRead:
             wanted.append(resolve())
             return wanted[0]
 
-        read, cooperation = self._read(resolve_once, self.choice)
-        verdict, seconds = self._check(read)
+        found, cooperation = self._read(resolve_once, self.choice)
+        verdict, seconds = self._check(found)
         if verdict.damaged:
             # Storage may give wrong bytes once.
             select = partial(_select, catalog=self.catalog, records=verdict.damaged)
@@ -134,8 +134,8 @@ class JobRead:
                 Choice(cooperation.mode, "records are damaged, or were read wrongly"),
             )
             second, more_seconds = self._check(again)
-            read.rereads += len(verdict.errors)
-            _add(read, again)
+            found.rereads += len(verdict.errors)
+            found.add(again)
             cooperation, seconds = cooperation.plus(more), seconds + more_seconds
             verdict = replace(
                 second,
@@ -144,26 +144,24 @@ class JobRead:
             )
         if verdict.errors:
             raise next(iter(verdict.errors.values()))
-        return ReadResult(read, cooperation, verdict, seconds)
+        return ReadResult(found, cooperation, verdict, seconds)
 
-    def _check(self, read: DirectRead | CooperativeRead) -> tuple[Verdict, float]:
+    def _check(self, found: Findings) -> tuple[Verdict, float]:
         started = time.perf_counter()
         verdict = check_records(
-            read.records, self.catalog, verify=self.options.verify, lockstep=self.lockstep
+            found.records, self.catalog, verify=self.options.verify, lockstep=self.lockstep
         )
-        verdict = replace(verdict, verified=verdict.verified + len(read.compared))
+        verdict = replace(verdict, verified=verdict.verified + len(found.compared))
         return verdict, time.perf_counter() - started
 
-    def _read(
-        self, resolve: _Resolve, choice: Choice | None
-    ) -> tuple[DirectRead | CooperativeRead, Cooperation]:
+    def _read(self, resolve: _Resolve, choice: Choice | None) -> tuple[Findings, Cooperation]:
         if self.lockstep is None:
             return self._read_directly(_alone, resolve, "this rank reads alone")
         return self._read_together(self.lockstep, resolve, choice)
 
     def _read_together(
         self, lockstep: Lockstep, resolve: _Resolve, choice: Choice | None
-    ) -> tuple[DirectRead | CooperativeRead, Cooperation]:
+    ) -> tuple[Findings, Cooperation]:
         if choice is not None and choice.mode == "direct":
             return self._read_directly(lockstep.phase, resolve, choice.reason)
         read = CooperativeRead(self.source, self.catalog, self.options, lockstep)
@@ -188,7 +186,7 @@ class JobRead:
             with lockstep.phase("checking the values that are not tensors"):
                 read.take_results()
                 apart.run(own.values, own.objects)
-                self.check_values(read.objects | apart.objects)
+                self.check_values(read.found.objects | apart.found.objects)
             self.destination.touched = True
             read.run(survey, on_progress=self.on_progress)
             with lockstep.phase("closing its files") as told:
@@ -196,8 +194,8 @@ class JobRead:
                 apart.run(own.tensors)
                 self.source.close()
                 told.own = (self.source.bytes_read,)
-        _add(read, apart)
-        return read, Cooperation(
+        read.found.add(apart.found)
+        return read.found, Cooperation(
             mode="cooperative",
             reason=choice.reason,
             bytes_sent=read.bytes_sent,
@@ -215,20 +213,21 @@ class JobRead:
 
     def _read_directly(
         self, phase: _Phase, resolve: _Resolve, reason: str
-    ) -> tuple[DirectRead, Cooperation]:
+    ) -> tuple[Findings, Cooperation]:
         read = DirectRead(self.source, self.catalog, self.options, self.on_progress)
         with self._closed_after_failure():
             with phase("reading the values that are not tensors"):
                 logger.info("reading in mode 'direct': %s", reason)
                 wanted, own = resolve()
                 read.run(wanted.values + own.values, wanted.objects + own.objects)
-                self.check_values(read.objects)
+                self.check_values(read.found.objects)
             self.destination.touched = True
             with phase("reading its parts") as told:
                 read.run(wanted.tensors + own.tensors)
                 self.source.close()
                 told.own = (self.source.bytes_read,)
-        return read, Cooperation(mode="direct", reason=reason, imbalance=_imbalance(told.all[:, 0]))
+        imbalance = _imbalance(told.all[:, 0])
+        return read.found, Cooperation(mode="direct", reason=reason, imbalance=imbalance)
 
     @contextmanager
     def _closed_after_failure(self) -> Iterator[None]:
@@ -267,17 +266,6 @@ def _select(wanted: ReadList, *, catalog: Catalog, records: Set[RecordKey]) -> R
         [part for part in wanted.values if is_among(part)],
         [],
     )
-
-
-def _add(read: DirectRead | CooperativeRead, more: DirectRead | CooperativeRead) -> None:
-    read.objects |= more.objects
-    read.records |= more.records
-    read.compared |= more.compared
-    read.chunks_read_whole += more.chunks_read_whole
-    read.bytes_direct += more.bytes_direct
-    read.rereads += more.rereads
-    for what, seconds in more.seconds.items():
-        read.seconds[what] = read.seconds.get(what, 0.0) + seconds
 
 
 def _imbalance(bytes_read: IntArray) -> float:

@@ -1,4 +1,4 @@
-"""What a read is asked for, and what it knows of the records afterwards; of either kind of read."""
+"""What a read is asked for, and what it has found; of either kind of read."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 from dcp_reshard.catalog import StoredObject, StoredTensor
 from dcp_reshard.crc import CrcPart
+from dcp_reshard.transfer import RecordKey
 
-__all__ = ["ReadList", "RecordUse", "WantedPart"]
+__all__ = ["Findings", "ReadList", "RecordUse", "WantedPart"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,3 +69,40 @@ class RecordUse:
 
     parts: list[CrcPart] = field(default_factory=list)
     """Checksums of the bytes read."""
+
+
+@dataclass(slots=True, eq=False)
+class Findings:
+    """What a rank has read, and how. Not frozen: it is filled on the way."""
+
+    objects: dict[str, bytes] = field(default_factory=dict)
+    """Items of the objects wanted, by key."""
+
+    records: dict[RecordKey, RecordUse] = field(default_factory=dict)
+    """Records of which this rank has read something, and that are still to be compared."""
+
+    compared: set[RecordKey] = field(default_factory=set)
+    """Other records, which had their checksum when they were read."""
+
+    chunks_read_whole: list[str] = field(default_factory=list)
+    """Keys of chunks of unknown form."""
+
+    bytes_direct: int = 0
+    """Bytes read straight into their destination."""
+
+    rereads: int = 0
+    """Items and records read a second time because they were not as they should be."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase of the read, if there are several."""
+
+    def add(self, more: Findings) -> None:
+        """Add those of another read of this rank."""
+        self.objects |= more.objects
+        self.records |= more.records
+        self.compared |= more.compared
+        self.chunks_read_whole += more.chunks_read_whole
+        self.bytes_direct += more.bytes_direct
+        self.rereads += more.rereads
+        for what, seconds in more.seconds.items():
+            self.seconds[what] = self.seconds.get(what, 0.0) + seconds

@@ -293,20 +293,20 @@ class ReshardStorageReader(StorageReader):
             destination,
         )
         result = job.run(lambda: wanted.resolve(self._local_plan(plan)))
-        seconds, read = time.perf_counter() - started, result.read
+        seconds, found = time.perf_counter() - started, result.found
         wanted.deliver()
         self.stats.requests = self._source.requests
         self.stats.bytes_read = self._source.bytes_read
         self.stats.retries = self._retrying.retries
-        self.stats.rereads = read.rereads
+        self.stats.rereads = found.rereads
         self.stats.notes = self._catalog.notes
-        self.stats.bytes_direct = read.bytes_direct
+        self.stats.bytes_direct = found.bytes_direct
         self.stats.chunks_read = wanted.num_chunks
-        self.stats.chunks_read_whole = tuple(sorted(read.chunks_read_whole))
+        self.stats.chunks_read_whole = tuple(sorted(found.chunks_read_whole))
         self.stats.records_verified = result.verdict.verified
         self.stats.records_unverified = result.verdict.unverified
         self.stats.cooperation = result.cooperation
-        self.stats.seconds |= read.seconds | {
+        self.stats.seconds |= found.seconds | {
             "resolve": wanted.seconds,
             "read": seconds - wanted.seconds - result.verify_seconds,
             "verify": result.verify_seconds,

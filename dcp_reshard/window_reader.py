@@ -31,13 +31,12 @@ from dcp_reshard.item_checks import (
     load_unknown,
 )
 from dcp_reshard.options import ReaderOptions
-from dcp_reshard.parts import RecordUse
+from dcp_reshard.parts import Findings, RecordUse
 from dcp_reshard.pieces import TapeIndex
 from dcp_reshard.probe import Item, ItemBytes
 from dcp_reshard.storage import CountingSource
 from dcp_reshard.template import PayloadProber
 from dcp_reshard.threads import run_threads
-from dcp_reshard.transfer import RecordKey
 from dcp_reshard.windows import Window
 
 __all__ = ["WindowReader"]
@@ -72,14 +71,8 @@ class WindowReader:
     options: ReaderOptions
     """Threads, requests, verification."""
 
-    records: dict[RecordKey, RecordUse] = field(default_factory=dict)
-    """Records of which something was read."""
-
-    read_whole: list[str] = field(default_factory=list)
-    """Keys of chunks of unknown form."""
-
-    rereads: int = 0
-    """Items read a second time because they were not as they should be."""
+    found: Findings = field(default_factory=Findings)
+    """What was read, in all windows."""
 
     _prober: PayloadProber = field(default_factory=PayloadProber, init=False)
     _numbers: Mapping[int, list[int]] = field(init=False)
@@ -178,7 +171,7 @@ class WindowReader:
         fqn = self.index.numbering.fqn(number)
         crc = crc32(contents) if self.options.verify != "off" else None
         with self._lock:
-            use = self.records.setdefault(
+            use = self.found.records.setdefault(
                 (file, chunk.start), RecordUse(fqn, chunk.length, chunk.crc)
             )
             if crc is not None:
@@ -197,7 +190,7 @@ class WindowReader:
                     raise
                 contents[:] = again.parts[0][1]
                 with self._lock:
-                    self.rereads += 1
+                    self.found.rereads += 1
                 self._take(number, item, contents, window)
 
     def _take(self, number: int, item: Item, contents: memoryview, window: Window) -> None:
@@ -222,7 +215,7 @@ class WindowReader:
                         self._note(stored.fqn, item, record, record.crc)
                 window.values[number] = load_unknown(contents, sizes, stored.dtype)
                 with self._lock:
-                    self.read_whole.append(stored.fqn)
+                    self.found.chunks_read_whole.append(stored.fqn)
                 return
             check_payload(payload, sizes, stored.dtype)
             record = payload.record
@@ -240,6 +233,6 @@ class WindowReader:
     def _note(self, fqn: str, item: Item, record: Record, crc: int | None) -> None:
         parts = [] if crc is None else [CrcPart(0, record.length, crc)]
         with self._lock:
-            self.records[item.file, item.start + record.start] = RecordUse(
+            self.found.records[item.file, item.start + record.start] = RecordUse(
                 fqn, record.length, record.crc, parts
             )
