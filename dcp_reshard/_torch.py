@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import (
     Replicate,
     Shard,
@@ -55,9 +56,11 @@ __all__ = [
     "empty_sharded_tensor_like",
     "flatten_state_dict",
     "flatten_state_dict_2_3",
+    "has_own_order",
     "load_state_dict",
     "local_tensor",
     "make_sharded_tensor",
+    "recorded_box",
     "set_element",
     "shard_places",
     "sharing_ranks",
@@ -134,6 +137,34 @@ def dtensor_cuts(
     return [
         cut for dim in dims for cut in cut_order([cut for cut in cuts.values() if cut.dim == dim])
     ]
+
+
+def has_own_order(tensor: DTensor) -> bool:
+    """Whether a dim was cut in an order that stock's saves may ignore without a size showing it.
+
+    Those are explicit orders of plain shards, and three axes or more as FSDP2 makes them: two are
+    recorded wrongly with other sizes, or rightly.
+    """
+    spec = tensor._spec
+    if spec.use_strided_shard_as_shard_order:
+        shards = (p for p in spec.placements if isinstance(p, (Shard, _StridedShard)))
+        dims = [shard.dim % tensor.ndim for shard in shards]
+        return any(dims.count(dim) > 2 for dim in dims)
+    return any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in spec.shard_order)
+
+
+def recorded_box(
+    tensor: DTensor, coordinate: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and offsets that `dcp.save` records for the rank at a place of the mesh.
+
+    Stands for `_compute_local_shape_and_global_offset`.
+    """
+    mesh = tuple(tensor.device_mesh.shape)
+    sizes, offsets = _compute_local_shape_and_global_offset(
+        tensor.shape, mesh, list(coordinate), tensor.placements
+    )
+    return tuple(sizes), tuple(offsets)
 
 
 def sharing_ranks(tensor: torch.Tensor) -> object | None:

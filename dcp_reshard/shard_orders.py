@@ -10,13 +10,14 @@ that are asked for says that it may be so.
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
-from dcp_reshard._torch import DTensor
-from dcp_reshard._torch_records import misplaces_silently
+from dcp_reshard._torch import DTensor, dtensor_cuts, has_own_order, recorded_box
 from dcp_reshard.nearest_names import shorten
+from dcp_reshard.sharding import plan_shard_boxes
 
 __all__ = ["ShardOrderWarning", "warn_of_shard_orders"]
 
@@ -33,11 +34,19 @@ def warn_of_shard_orders(tensors: Mapping[str, Any], stored_in_parts: Iterable[s
         stored_in_parts: Keys of tensors of which the checkpoint has several chunks; one chunk is
             the whole tensor, and right.
     """
-    found = [
-        fqn
-        for fqn in stored_in_parts
-        if isinstance(tensor := tensors.get(fqn), DTensor) and misplaces_silently(tensor)
-    ]
+    # All ranks of the mesh are looked at, and many tensors have one layout.
+    known: dict[Hashable, bool] = {}
+    found = []
+    for fqn in stored_in_parts:
+        tensor = tensors.get(fqn)
+        if not isinstance(tensor, DTensor) or not has_own_order(tensor):
+            continue
+        cuts = dtensor_cuts(tensor, fqn=fqn, coordinate=[0] * tensor.device_mesh.ndim)
+        layout = (tensor.shape, tensor.placements, tuple(cuts or ()))
+        if layout not in known:
+            known[layout] = _misplaces_silently(tensor)
+        if known[layout]:
+            found.append(fqn)
     if found:
         warnings.warn(
             f"tensors whose dims were cut in an order of their own ({shorten(found)}): stock "
@@ -47,3 +56,21 @@ def warn_of_shard_orders(tensors: Mapping[str, Any], stored_in_parts: Iterable[s
             ShardOrderWarning,
             stacklevel=2,
         )
+
+
+def _misplaces_silently(tensor: DTensor) -> bool:
+    """Whether stock records parts of it elsewhere than they are, and no size shows it."""
+    elsewhere = False
+    sizes_of_axes = (
+        1 if placement.is_replicate() else tensor.device_mesh.size(axis)
+        for axis, placement in enumerate(tensor.placements)
+    )
+    for coordinate in itertools.product(*map(range, sizes_of_axes)):
+        cuts = dtensor_cuts(tensor, fqn="", coordinate=coordinate)
+        assert cuts is not None
+        shape, boxes = plan_shard_boxes(tuple(tensor.shape), tuple(cuts))
+        sizes, offsets = recorded_box(tensor, coordinate)
+        if sizes != shape and not (0 in sizes and 0 in shape):
+            return False
+        elsewhere = elsewhere or any(shard.box.offsets != offsets for shard in boxes)
+    return elsewhere
