@@ -12,7 +12,6 @@ tensors.
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any
@@ -23,41 +22,24 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
-from dcp_reshard._torch import (
-    DTensor,
-    ShardedTensor,
-    default_device,
-    empty_dtensor_like,
-    empty_sharded_tensor_like,
-    flatten_state_dict,
-    flatten_state_dict_2_3,
-)
-from dcp_reshard.box import Box
-from dcp_reshard.catalog import Catalog
 from dcp_reshard.copying import copy_all
 from dcp_reshard.deferred import read_now
 from dcp_reshard.destination import before_writing
 from dcp_reshard.errors import CheckpointFormatError, LayoutError, PlanError
 from dcp_reshard.garbage import paused_gc
-from dcp_reshard.layout import LocalShard, TensorLayout, collect_layout
+from dcp_reshard.layout import TensorLayout, collect_layout
+from dcp_reshard.meta_tensors import make_real
 from dcp_reshard.objects import load_data
 from dcp_reshard.plan import PlanOptions, ReadPlan, Want, plan_reads
 from dcp_reshard.portable import portable
 from dcp_reshard.rank_values import AskedFor, collect_asked_for, warn_of_shared_values
 from dcp_reshard.read_items import Planned, PlannedLoad, make_read_items
 from dcp_reshard.shard_orders import warn_of_shard_orders
-from dcp_reshard.stored_keys import check_restored, find_old_objects, match_wrapped
+from dcp_reshard.stored_keys import check_restored, flatten_as_stored, match_wrapped
 from dcp_reshard.template_load import TemplateLoad
 from dcp_reshard.torch_metadata import catalog_of, reader_of
-from dcp_reshard.values import (
-    Taken,
-    check_object,
-    is_number,
-    merge_object,
-    number_as_tensor,
-    set_value,
-    to_number,
-)
+from dcp_reshard.value_load import ValueLoad
+from dcp_reshard.values import Taken, check_object, set_value
 
 __all__ = ["ReshardLoadPlanner"]
 
@@ -106,13 +88,11 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         self.allow_unsafe_pickle = allow_unsafe_pickle
         self.plan = None
         self._layouts: dict[str, TensorLayout] = {}
-        self._from_numbers: dict[str, TensorLayout] = {}
-        self._to_numbers: dict[str, TensorLayout] = {}
         self._keys: dict[str, str] = {}
         self._renamed: dict[str, str] = {}
         self._reader: StorageReader | None = None
         self._templates = TemplateLoad([])
-        self._taken: dict[str, Taken] = {}
+        self._values = ValueLoad({}, {}, lossy=False)
         self._known: list[tuple[dict[str, Any], str, Taken]] = []
         self._materialised: list[str] = []
 
@@ -134,11 +114,13 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         self.metadata = metadata
         self.is_coordinator = is_coordinator
         self.plan = None
-        self._taken, self._known, self._materialised = {}, [], []
+        self._known, self._materialised = [], []
         self._catalog = catalog_of(metadata)
         self._reader = reader_of(metadata)
         if self.flatten_state_dict:
-            self.state_dict, self.mappings = self._flatten(state_dict, self._catalog)
+            self.state_dict, self.mappings = flatten_as_stored(
+                state_dict, self._catalog, self.options.stored_key
+            )
         else:
             self.state_dict = dict(state_dict)
             self.mappings = {key: (key,) for key in state_dict}
@@ -161,15 +143,15 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         """
         self._plan_templates()
         layouts = collect_layout(self.state_dict)
-        self._from_numbers = {
-            fqn: layout for fqn, layout in layouts.items() if self._is_stored_as_number(layout)
-        }
-        self._to_numbers = self._layouts_of_numbers()
-        layouts |= self._to_numbers
+        lossy = self.options.dtype_policy == "cast"
+        self._values = ValueLoad.of(
+            self.state_dict, layouts, self._keys, self._catalog, lossy=lossy
+        )
+        layouts |= self._values.to_numbers
         wants = {
             fqn: Want(layout.shape, layout.dtype, tuple(shard.box for shard in layout.shards))
             for fqn, layout in layouts.items()
-            if fqn not in self._from_numbers
+            if fqn not in self._values.from_numbers
         }
         objects = [fqn for fqn in self.state_dict if fqn not in wants]
         for fqn in objects:
@@ -193,7 +175,6 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         planned = {tensor.fqn for tensor in plan.tensors}
         self._layouts = {fqn: layout for fqn, layout in layouts.items() if fqn in planned}
         self._materialise_meta_tensors()
-        lossy = self.options.dtype_policy == "cast"
         self._known = list(self._templates.convert(lossy=lossy))
         self.plan = plan
         if self.is_coordinator:
@@ -203,7 +184,7 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         if type(self) is not ReshardLoadPlanner:
             # A subclass may do something else with the items, or when it is asked for memory.
             return LoadPlan(make_read_items(plan), planner_data=asked_for)
-        told = self._layouts if self._templates.compares else self._to_numbers
+        told = self._layouts if self._templates.compares else self._values.to_numbers
         made_of = Planned(plan, self._layouts, self, told=told)
         return PlannedLoad.of(made_of, planner_data=asked_for)
 
@@ -232,7 +213,7 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
     @property
     def value_keys(self) -> Set[str]:
         """Keys of tensors that `check_value` is to be given before anything is written."""
-        return self._to_numbers.keys()
+        return self._values.to_numbers.keys()
 
     @portable
     def check_value(self, read_item: ReadItem, value: io.BytesIO | torch.Tensor) -> None:
@@ -245,20 +226,9 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             PlanError: The state dict cannot take the value.
         """
         fqn = read_item.dest_index.fqn
-        if isinstance(value, torch.Tensor):
-            self._templates.check(self.mappings[fqn], value)
-            self._taken[fqn] = Taken(to_number(fqn, value, self.state_dict[fqn]))
-            return
-        loaded = self._load_object(fqn, value)
+        loaded = value if isinstance(value, torch.Tensor) else self._load_object(fqn, value)
         self._templates.check(self.mappings[fqn], loaded)
-        mine, layout = self.state_dict[fqn], self._from_numbers.get(fqn)
-        if layout is None:
-            self._taken[fqn] = merge_object(fqn, mine, loaded)
-            return
-        lossy = self.options.dtype_policy == "cast"
-        dests = [shard.tensor for shard in layout.shards]
-        copies = [number_as_tensor(fqn, dest, loaded, lossy=lossy) for dest in dests]
-        self._taken[fqn] = Taken(mine, copies)
+        self._values.check(fqn, self.state_dict[fqn], loaded)
 
     @portable
     def commit_plan(self) -> None:
@@ -281,11 +251,9 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
 
     def _take(self, read_item: ReadItem, value: io.BytesIO | torch.Tensor) -> None:
         fqn = read_item.dest_index.fqn
-        if fqn not in self._taken:  # other readers do not ask before
+        if not self._values.has_checked(fqn):  # other readers do not ask before
             self.check_value(read_item, value)
-        taken = self._taken.pop(fqn)
-        copy_all(taken.copies)
-        self._set(fqn, taken.value)
+        self._set(fqn, self._values.take(fqn))
 
     def _load_object(self, fqn: str, value: io.BytesIO) -> object:
         if self.allow_unsafe_pickle:
@@ -303,7 +271,7 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             PlanError: A number of the type that the state dict has cannot have this value.
         """
         fqn = read_item.dest_index.fqn
-        if fqn in self._to_numbers:
+        if fqn in self._values.to_numbers:
             self._take(read_item, tensor)
         else:
             self._templates.check(self.mappings[fqn], tensor)
@@ -331,27 +299,6 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             f"tensor `{index.fqn}`: this rank holds no shard at {offsets!r}", fqn=index.fqn
         )
 
-    def _flatten(
-        self, state_dict: dict[str, Any], catalog: Catalog
-    ) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
-        try:
-            values, paths = flatten_state_dict(state_dict)
-            if all(self.options.stored_key(fqn) in catalog for fqn in values):
-                return values, paths
-            # torch 2.3 and earlier stored a dict or list without tensors as one object.
-            old_values, old_paths = flatten_state_dict_2_3(state_dict)
-        except ValueError as error:
-            fqn = str(error).removeprefix("duplicated flatten key ")
-            raise PlanError(
-                f"two values of the state dict have one name: `{fqn}`", fqn=fqn
-            ) from error
-        keys = {fqn: self.options.stored_key(fqn) for fqn in (*values, *old_values)}
-        for fqn, parts in find_old_objects(paths, old_paths, keys, catalog).items():
-            for part in parts:
-                del values[part], paths[part]
-            values[fqn], paths[fqn] = old_values[fqn], old_paths[fqn]
-        return values, paths
-
     def _plan_templates(self) -> None:
         """Plan the parameter groups of optimizers, and take them out of what is left to load."""
         nested = self.original_state_dict if self.flatten_state_dict else {}
@@ -376,53 +323,14 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         )
         read_now(values, storage_reader=self._reader, planner=planner, metadata=self.metadata)
 
-    def _is_stored_as_number(self, layout: TensorLayout) -> bool:
-        stored = self._keys[layout.fqn] in self._catalog.objects
-        return stored and math.prod(layout.shape) == 1
-
-    def _layouts_of_numbers(self) -> dict[str, TensorLayout]:
-        """Memory of their own for numbers that are stored as tensors of one element."""
-        layouts: dict[str, TensorLayout] = {}
-        for fqn, value in self.state_dict.items():
-            if not is_number(value):
-                continue
-            stored = self._catalog.tensors.get(self._keys[fqn])
-            if stored is not None and math.prod(stored.shape) == 1:
-                shard = LocalShard(
-                    Box.full(stored.shape), torch.empty(stored.shape, dtype=stored.dtype)
-                )
-                layouts[fqn] = TensorLayout(fqn, stored.shape, stored.dtype, (shard,))
-        return layouts
-
     def _set(self, fqn: str, value: object) -> None:
         self.state_dict[fqn] = value
         set_value(self.original_state_dict, self.mappings[fqn], value)
 
     def _materialise_meta_tensors(self) -> None:
-        # A tensor under several keys (tied parameters) stays one tensor.
-        made: dict[int, torch.Tensor] = {}
-        for layouts in (self._layouts, self._from_numbers):
-            for fqn in layouts:
-                tensor = self.state_dict[fqn]
-                if isinstance(tensor, torch.Tensor) and _is_meta(tensor):
-                    real = made.setdefault(id(tensor), _materialise(tensor))
-                    self.state_dict[fqn] = real
-                    self._materialised.append(fqn)
-                    layouts |= collect_layout({fqn: real})
-
-
-def _materialise(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, DTensor):
-        device = default_device(tensor.device_mesh.device_type)
-        return empty_dtensor_like(tensor, dtype=tensor.dtype, device=device)
-    if isinstance(tensor, ShardedTensor):
-        return empty_sharded_tensor_like(tensor, dtype=tensor.dtype, device=default_device())
-    return torch.empty_like(tensor, device=default_device())
-
-
-def _is_meta(tensor: torch.Tensor | TensorLayout) -> bool:
-    # torch 2.13 guesses the device of a ShardedTensor that has no shard on this rank, and asks for
-    # a CUDA device where the group is not gloo's; without CUDA that raises.
-    if isinstance(tensor, ShardedTensor):
-        return any(_is_meta(shard.tensor) for shard in tensor.local_shards())
-    return not isinstance(tensor, TensorLayout) and tensor.device.type == "meta"
+        filled = (self._layouts, self._values.from_numbers)
+        real = make_real({fqn: self.state_dict[fqn] for layouts in filled for fqn in layouts})
+        self.state_dict |= real
+        self._materialised = list(real)
+        for layouts in filled:
+            layouts |= collect_layout({fqn: t for fqn, t in real.items() if fqn in layouts})

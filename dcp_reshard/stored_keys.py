@@ -8,19 +8,51 @@ Of a checkpoint of torch 2.3 or earlier, the key of a dict without tensors is th
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
+from dcp_reshard._torch import flatten_state_dict, flatten_state_dict_2_3
 from dcp_reshard.catalog import Catalog, KeyPath
 from dcp_reshard.errors import MissingTensorError, PlanError
 from dcp_reshard.nearest_names import describe_nearest, shorten
 from dcp_reshard.param_names import canonical_name
 
-__all__ = ["check_restored", "find_old_objects", "match_wrapped"]
+__all__ = ["check_restored", "flatten_as_stored", "match_wrapped"]
 
 _NUMBER = re.compile(r"\d+")
 
 
-def find_old_objects(
+def flatten_as_stored(
+    state_dict: dict[str, Any], catalog: Catalog, stored_key: Callable[[str], str]
+) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """Values and paths by key, as they were stored.
+
+    Args:
+        state_dict: The state dict.
+        catalog: What the checkpoint holds.
+        stored_key: Key in the checkpoint of a key.
+
+    Raises:
+        PlanError: Two values have one key.
+    """
+    try:
+        values, paths = flatten_state_dict(state_dict)
+        if all(stored_key(fqn) in catalog for fqn in values):
+            return values, paths
+        # torch 2.3 and earlier stored a dict or list without tensors as one object.
+        old_values, old_paths = flatten_state_dict_2_3(state_dict)
+    except ValueError as error:
+        fqn = str(error).removeprefix("duplicated flatten key ")
+        raise PlanError(f"two values of the state dict have one name: `{fqn}`", fqn=fqn) from error
+    keys = {fqn: stored_key(fqn) for fqn in (*values, *old_values)}
+    for fqn, parts in _find_old_objects(paths, old_paths, keys, catalog).items():
+        for part in parts:
+            del values[part], paths[part]
+        values[fqn], paths[fqn] = old_values[fqn], old_paths[fqn]
+    return values, paths
+
+
+def _find_old_objects(
     paths: Mapping[str, KeyPath],
     old_paths: Mapping[str, KeyPath],
     keys: Mapping[str, str],
