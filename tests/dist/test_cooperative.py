@@ -40,7 +40,7 @@ from dcp_reshard.storage import ByteSource, LocalSource
 from tests.support.failures import find_failures
 from tests.support.faults import EXCEPTIONS
 from tests.support.processes import RankError
-from tests.support.sources import RecordingCheckpoint
+from tests.support.sources import InterceptedCheckpoint, RecordingCheckpoint
 from tests.support.tensors import check_same, fill_with_sentinel, indexed_tensor, snapshot
 from tests.support.worlds import gloo_world
 
@@ -132,17 +132,13 @@ def test_a_subgroup_reads_by_itself(saved: str) -> None:
     gloo_world(3, load_in_a_subgroup, saved)
 
 
-class FailingCheckpoint(RecordingCheckpoint):
+class FailingCheckpoint(InterceptedCheckpoint):
     """Fails, or dies, when it is asked for the size of a data file, or for the bytes of a round."""
 
     def __init__(self, path: str, *, where: str, number: int, how: str) -> None:
         """Take the folder, the method and the number of the call, and what to do there."""
         super().__init__(path)
         self._where, self._left, self._how = where, number, how
-
-    def open(self) -> ByteSource:
-        super().open()
-        return self  # type: ignore[return-value]
 
     def _count(self, where: str, name: str) -> None:
         if where != self._where or not name.endswith(".distcp"):
@@ -151,21 +147,15 @@ class FailingCheckpoint(RecordingCheckpoint):
         if self._left == 0:
             fail(self._how)
 
-    def names(self) -> list[str]:
-        return self.source.names()
-
     def size(self, name: str) -> int:
         self._count("size", name)
-        return self.source.size(name)
+        return super().size(name)
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
         # What is looked into in large chunks is not more than their two ends.
         if sum(buffer.nbytes for buffer in buffers) > 2 * PROBE_BYTES:
             self._count("read", name)
-        self.source.read_into(name, offset, buffers)
-
-    def close(self) -> None:
-        self.source.close()
+        super().read_into(name, offset, buffers)
 
 
 def fail(how: str) -> None:

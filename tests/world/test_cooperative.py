@@ -39,7 +39,12 @@ from dcp_reshard.options import RetryPolicy
 from dcp_reshard.storage import ByteSource, LocalSource
 from tests.support.checkpoints import save_state, save_world
 from tests.support.failures import catch_failures, find_failures
-from tests.support.sources import RecordingCheckpoint, RecordingSource, Request
+from tests.support.sources import (
+    InterceptedCheckpoint,
+    RecordingCheckpoint,
+    RecordingSource,
+    Request,
+)
 from tests.support.tensors import (
     check_same,
     fill_with_sentinel,
@@ -550,31 +555,18 @@ def test_a_failing_read_on_any_rank_at_any_time(tmp_path: Path) -> None:
                     assert f"rank {failing} of the load failed" in str(failures[rank])
 
 
-class Flaky(RecordingCheckpoint):
+class Flaky(InterceptedCheckpoint):
     """Flips a bit in long reads of data: in the first one, or in all."""
 
     def __init__(self, path: Path, *, times: int) -> None:
         super().__init__(path)
         self.times = times
 
-    def open(self) -> ByteSource:
-        super().open()
-        return self  # type: ignore[return-value]
-
-    def names(self) -> list[str]:
-        return self.source.names()
-
-    def size(self, name: str) -> int:
-        return self.source.size(name)
-
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        self.source.read_into(name, offset, buffers)
+        super().read_into(name, offset, buffers)
         if self.times and buffers[0].nbytes > 10_000:
             self.times -= 1
             buffers[0][5_000] ^= 1
-
-    def close(self) -> None:
-        self.source.close()
 
 
 def load_flaky(
